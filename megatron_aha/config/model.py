@@ -1,0 +1,65 @@
+"""What a decoder is made of: the sizes and options that a checkpoint fixes and training may not change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class RopeScaling:
+    """Rotary frequency scaling, under the names that Hugging Face configurations use.
+
+    Args:
+        kind: ``llama3`` (Llama 3.1 and later: wavelength-dependent) or ``linear``.
+        factor: how many times longer the scaled context is.
+        low_freq_factor: llama3 only: wavelengths above original length / this are divided by ``factor``.
+        high_freq_factor: llama3 only: wavelengths below original length / this are left alone.
+        original_max_position_embeddings: llama3 only: context length in tokens before scaling.
+    """
+
+    kind: str = "llama3"
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclass
+class ModelConfig:
+    """Sizes of the decoder; all counts are global, never per rank.
+
+    Args:
+        family: the family of models it belongs to (see ``megatron_aha.models``).
+        num_layers: transformer layers.
+        hidden_size: width of the residual stream.
+        ffn_hidden_size: width of the SwiGLU product (Hugging Face ``intermediate_size``).
+        num_attention_heads: query heads.
+        num_query_groups: key/value heads; equal to the query heads without GQA.
+        head_dim: width of one head (Megatron ``kv_channels``).
+        vocab_size: rows of the embedding, without any padding for tensor parallelism.
+        max_position_embeddings: longest context in tokens.
+        rms_norm_eps: epsilon of every RMSNorm.
+        rope_theta: base of the rotary frequencies.
+        rope_scaling: scaling of the rotary frequencies, or none.
+        tied_embeddings: the output layer shares the embedding's weight.
+        init_std: standard deviation of randomly initialised weights.
+        attention_dropout: dropout on attention probabilities; kept for the record, only 0 is supported.
+        hidden_dropout: dropout after attention and MLP.
+    """
+
+    family: str = "llama"
+    num_layers: int = 2
+    hidden_size: int = 64
+    ffn_hidden_size: int = 128
+    num_attention_heads: int = 4
+    num_query_groups: int = 2
+    head_dim: int = 16
+    vocab_size: int = 301
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    tied_embeddings: bool = True
+    init_std: float = 0.02
+    attention_dropout: float = 0.0
+    hidden_dropout: float = 0.0
