@@ -1,0 +1,72 @@
+"""Files that are either whole or absent, also after a crash, a kill or a full disk."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_aha.errors import UserError
+
+
+def sync(path: Path) -> None:
+    """Waits until a file's bytes, or a folder's entries, have reached the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a small text file durably; a reader sees the old content or the new one, never a part."""
+    temporary = path.with_name(f".tmp-{path.name}")
+    with disk_errors(path):
+        temporary.write_text(text, encoding="utf-8")
+        sync(temporary)
+        os.replace(temporary, path)
+        sync(path.parent)
+
+
+def replace_folder(temporary: Path, final: Path) -> None:
+    """Renames a finished folder to its final name; an older folder of that name is removed afterwards."""
+    sync(temporary)
+    discarded = final.with_name(f".old-{final.name}")
+    shutil.rmtree(discarded, ignore_errors=True)
+    if final.exists():
+        os.replace(final, discarded)
+    os.replace(temporary, final)
+    sync(final.parent)
+    shutil.rmtree(discarded, ignore_errors=True)
+
+
+def sha256(path: Path) -> str:
+    """Returns the hexadecimal SHA-256 of a file's bytes."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turns a full disk, a quota or a missing permission while writing `path` into a UserError."""
+    try:
+        yield
+    except Exception as error:
+        # safetensors raises its own error type and puts the system's code in the text only
+        told = re.search(r"os error (\d+)", str(error))
+        code = error.errno if isinstance(error, OSError) else int(told[1]) if told else None
+        if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            folder = next(parent for parent in path.parents if parent.exists())
+            free = shutil.disk_usage(folder).free
+            raise UserError(
+                f"no space left on disk while writing {path} ({free / 2**20:.0f} MiB free): "
+                "free some space or choose another folder; older checkpoints are untouched"
+            ) from error
+        if code in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise UserError(f"may not write {path}: choose a folder that you may write") from error
+        raise

@@ -1,0 +1,163 @@
+"""Writing a checkpoint: many ranks write files, one rank makes them a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from megatron_aha.checkpoint.atomic import disk_errors, replace_folder, sha256, sync, write_text
+from megatron_aha.checkpoint.index import (
+    FORMAT,
+    INDEX_FILE,
+    LATEST_FILE,
+    SOURCE_FOLDER,
+    STATE_FILE,
+    VERSION,
+    FileRecord,
+    Slice,
+    dtype_name,
+    merge_records,
+    step_folder,
+)
+from megatron_aha.config.aha import AHAConfig
+from megatron_aha.config.model import ModelConfig
+
+
+class CheckpointWriter:
+    """Writes one step. Every rank opens it and writes its files, their records are gathered, one rank
+    finishes.
+
+    Until ``finish`` has renamed it, the step lives in a hidden temporary folder that no reader looks at.
+    Leaving the ``with`` block by an exception removes that folder. Nothing here communicates: the caller
+    needs a barrier between the last ``write_file`` of any rank and ``finish``, which gathering the records
+    already is.
+
+    Args:
+        directory: run folder, one subfolder per step; created when missing.
+        step: optimizer steps done.
+        model: sizes of the model.
+        aha: the attention variant, or None for a dense checkpoint.
+    """
+
+    def __init__(self, directory: str | Path, step: int, model: ModelConfig, aha: AHAConfig | None) -> None:
+        self.directory = Path(directory)
+        self.step = step
+        self.model = model
+        self.aha = aha
+        self.final = self.directory / step_folder(step)
+        self.temporary = self.directory / f".tmp-{self.final.name}"
+
+    def __enter__(self) -> CheckpointWriter:
+        with disk_errors(self.temporary):
+            self.temporary.mkdir(parents=True, exist_ok=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+
+    def write_file(self, file_name: str, tensors: Mapping[str, Slice | torch.Tensor]) -> FileRecord:
+        """Writes one safetensors file; a plain tensor stands for a whole global tensor.
+
+        Returns:
+            The file's record for ``finish``; it is plain JSON data.
+
+        Raises:
+            UserError: the disk is full or not writable.
+        """
+        path = self.temporary / file_name
+        blocks, values = [], {}
+        for name, item in tensors.items():
+            block = item if isinstance(item, Slice) else Slice(item)
+            value = block.tensor.detach().to("cpu").contiguous()
+            # safetensors refuses two tensors in one storage, such as parts of one flat buffer
+            if value.untyped_storage().nbytes() != value.nbytes:
+                value = value.clone()
+            values[name] = value
+            shape = list(value.shape)
+            blocks.append(
+                {
+                    "name": name,
+                    "key": name,
+                    "dtype": dtype_name(value.dtype),
+                    "global_shape": list(shape if block.global_shape is None else block.global_shape),
+                    "start": list([0] * len(shape) if block.start is None else block.start),
+                    "shape": shape,
+                }
+            )
+        with disk_errors(path):
+            save_file(values, path, metadata={"format": "pt"})
+            sync(path)
+        return {"file": file_name, "bytes": path.stat().st_size, "sha256": sha256(path), "tensors": blocks}
+
+    def finish(
+        self,
+        records: Sequence[FileRecord],
+        state: dict[str, Any] | None = None,
+        source_dir: str | Path | None = None,
+    ) -> Path:
+        """On one rank, after all files are written: checks, writes the index, renames, and moves ``latest``
+        last.
+
+        Args:
+            records: the records of all files of all ranks.
+            state: JSON-able training state, or None.
+            source_dir: folder of tokenizer and configuration files to carry along, or None.
+
+        Returns:
+            The finished step folder.
+
+        Raises:
+            ValueError: the blocks of some tensor overlap or do not cover it.
+            UserError: the disk is full or not writable.
+        """
+        tensors, files = merge_records(records)
+        for name, record in files.items():
+            actual = (self.temporary / name).stat().st_size
+            if actual != record["bytes"]:
+                raise ValueError(f"{name} has {actual} bytes on disk, {record['bytes']} were written")
+        self._remove_strangers(set(files))
+        if state is not None:
+            write_text(self.temporary / STATE_FILE, json.dumps(state, indent=1, sort_keys=True))
+        if source_dir is not None:
+            with disk_errors(self.temporary / SOURCE_FOLDER):
+                shutil.copytree(source_dir, self.temporary / SOURCE_FOLDER)
+        for path in sorted(self.temporary.rglob("*")):
+            name = path.relative_to(self.temporary).as_posix()
+            if path.is_file() and name not in files:
+                sync(path)
+                files[name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+        index = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": self.step,
+            "model": dataclasses.asdict(self.model),
+            "aha": None if self.aha is None else dataclasses.asdict(self.aha),
+            "tensors": tensors,
+            "files": files,
+        }
+        write_text(self.temporary / INDEX_FILE, json.dumps(index, indent=1))
+        with disk_errors(self.final):
+            replace_folder(self.temporary, self.final)
+        write_text(self.directory / LATEST_FILE, self.final.name + "\n")
+        return self.final
+
+    def _remove_strangers(self, files: set[str]) -> None:
+        """Removes what killed saves left: other temporary folders, and files in this one without a record."""
+        for path in self.directory.glob(".tmp-step_*"):
+            if path != self.temporary:
+                shutil.rmtree(path, ignore_errors=True)
+        for path in self.temporary.iterdir():
+            if path.name not in files:
+                shutil.rmtree(path) if path.is_dir() else os.remove(path)
