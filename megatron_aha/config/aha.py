@@ -13,7 +13,8 @@ class AHAConfig:
         enabled: put a router on every head; off trains the plain dense model.
         window: keys that *here* sees, in tokens, **including the token itself** (flash-attn counts one less).
         num_sink_tokens: first tokens of each document that *here* always sees; the paper has none.
-        granularity: ``head`` (a route per query head, the paper) or ``kv_group`` (a route per key/value head).
+        granularity: ``head`` (a route per query head, the paper) or ``kv_group`` (a route per key/value
+            head).
         loss_coefficient: lambda, the weight of the router loss mean(sigmoid(logit)); the paper's is 3e-4.
         bias: whether the router has a bias; the released OLMo-2 model has none.
         init_bias: initial router bias, a logit: 4.0 means p = 0.982, so that an imported model starts dense.

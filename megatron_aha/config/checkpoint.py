@@ -10,7 +10,8 @@ class CheckpointConfig:
     """Options of loading and saving; the format is described in ``megatron_aha.checkpoint.format``.
 
     Args:
-        init_from: checkpoint whose weights start the run (from ``tools/convert_from_hf.py``); step 0, new optimizer.
+        init_from: checkpoint whose weights start the run (from ``tools/convert_from_hf.py``); step 0, new
+            optimizer.
         directory: where this run saves, and from where it resumes when a complete checkpoint is there.
         save_interval: steps between saves; 0 saves at the end only.
         keep_last: complete checkpoints to keep; older ones are removed. None keeps all.

@@ -1,0 +1,1 @@
+"""What makes a configuration impossible, one module per section; see ``megatron_aha.config.validate``."""
