@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -67,8 +67,14 @@ class CheckpointWriter:
         if kind is not None:
             shutil.rmtree(self.temporary, ignore_errors=True)
 
-    def write_file(self, file_name: str, tensors: Mapping[str, Slice | torch.Tensor]) -> FileRecord:
+    def write_file(
+        self, file_name: str, tensors: Mapping[str, Slice | torch.Tensor | Sequence[Slice]]
+    ) -> FileRecord:
         """Writes one safetensors file; a plain tensor stands for a whole global tensor.
+
+        Args:
+            file_name: ends in ``.safetensors``; no other rank may use it.
+            tensors: by global name, a whole tensor, a block of it, or several blocks of it.
 
         Returns:
             The file's record for ``finish``; it is plain JSON data.
@@ -78,18 +84,17 @@ class CheckpointWriter:
         """
         path = self.temporary / file_name
         blocks, values = [], {}
-        for name, item in tensors.items():
-            block = item if isinstance(item, Slice) else Slice(item)
+        for name, key, block in _keyed(tensors):
             value = block.tensor.detach().to("cpu").contiguous()
             # safetensors refuses two tensors in one storage, such as parts of one flat buffer
             if value.untyped_storage().nbytes() != value.nbytes:
                 value = value.clone()
-            values[name] = value
+            values[key] = value
             shape = list(value.shape)
             blocks.append(
                 {
                     "name": name,
-                    "key": name,
+                    "key": key,
                     "dtype": dtype_name(value.dtype),
                     "global_shape": list(shape if block.global_shape is None else block.global_shape),
                     "start": list([0] * len(shape) if block.start is None else block.start),
@@ -161,3 +166,17 @@ class CheckpointWriter:
         for path in self.temporary.iterdir():
             if path.name not in files:
                 shutil.rmtree(path) if path.is_dir() else os.remove(path)
+
+
+def _keyed(
+    tensors: Mapping[str, Slice | torch.Tensor | Sequence[Slice]],
+) -> Iterator[tuple[str, str, Slice]]:
+    """Yields each block with its tensor's name and its key within the file."""
+    for name, item in tensors.items():
+        if isinstance(item, torch.Tensor):
+            yield name, name, Slice(item)
+        elif isinstance(item, Slice):
+            yield name, name, item
+        else:
+            for number, block in enumerate(item):
+                yield name, f"{name}#{number}", block

@@ -1,0 +1,78 @@
+"""One micro-batch as the layers see it: a flat row of tokens with the borders of its documents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from megatron_aha.attention.tracker import UsageTracker
+
+
+@dataclass
+class PackedBatch(PackedSeqParams):
+    """Megatron-core's packed-sequence parameters with what AHA needs beside them.
+
+    It travels as an argument through every layer, also through recomputed ones and later pipeline stages, so nothing
+    about a micro-batch is ever kept on a module.
+
+    Attributes:
+        position_ids: rotary position of each token, int64 ``[tokens]``.
+        document_position: index of each token within its document, int64 ``[tokens]``.
+        document_lengths: tokens of each document, on the host.
+        loss_mask: 1 for tokens that carry loss, fp32 ``[tokens]``.
+        router_loss_weight: derivative of the scaled training loss by one token-head's ``p``.
+        tracker: sums of ``p`` and of routes for reporting, or None.
+        decided_routes: routes by layer number, kept between a recomputed layer's two passes so that a route is
+            decided once; bool ``[tokens, local routers]``.
+    """
+
+    position_ids: Tensor = field(default_factory=lambda: torch.empty(0))
+    document_position: Tensor = field(default_factory=lambda: torch.empty(0))
+    document_lengths: list[int] = field(default_factory=list)
+    loss_mask: Tensor = field(default_factory=lambda: torch.empty(0))
+    router_loss_weight: float = 0.0
+    tracker: UsageTracker | None = None
+    decided_routes: dict[int, Tensor] = field(default_factory=dict)
+
+
+def pack(
+    position_ids: Tensor,
+    cu_seqlens: Tensor,
+    loss_mask: Tensor,
+    *,
+    device: torch.device,
+    router_loss_weight: float = 0.0,
+    tracker: UsageTracker | None = None,
+) -> PackedBatch:
+    """Builds the layers' view of one micro-batch.
+
+    Args:
+        position_ids: int64 ``[tokens]``.
+        cu_seqlens: document borders, int32 ``[documents + 1]``, on the CPU.
+        loss_mask: fp32 ``[tokens]``.
+        device: where the layers run.
+        router_loss_weight: see ``PackedBatch``.
+        tracker: where usage is summed up.
+    """
+    lengths = cu_seqlens.diff()
+    document_start = torch.repeat_interleave(cu_seqlens[:-1], lengths)
+    document_position = torch.arange(position_ids.numel()) - document_start
+    borders = cu_seqlens.to(device=device, dtype=torch.int32)
+    # Megatron-core builds its rotary table up to this length.
+    table_length = int(position_ids.max()) + 1
+    return PackedBatch(
+        qkv_format="thd",
+        cu_seqlens_q=borders,
+        cu_seqlens_kv=borders,
+        max_seqlen_q=table_length,
+        max_seqlen_kv=table_length,
+        position_ids=position_ids.to(device),
+        document_position=document_position.to(device),
+        document_lengths=lengths.tolist(),
+        loss_mask=loss_mask.to(device),
+        router_loss_weight=router_loss_weight,
+        tracker=tracker,
+    )

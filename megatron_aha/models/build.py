@@ -1,0 +1,38 @@
+"""From a configuration to a model on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_aha.config.aha import AHAConfig
+from megatron_aha.config.model import ModelConfig
+from megatron_aha.config.parallel import ParallelConfig
+from megatron_aha.config.training import TrainingConfig
+from megatron_aha.errors import UserError, nearest
+from megatron_aha.models import llama
+from megatron_aha.models.gpt import AHAGPTModel
+
+ConfigBuilder = Callable[[ModelConfig, ParallelConfig, TrainingConfig], TransformerConfig]
+
+FAMILIES: dict[str, ConfigBuilder] = {"llama": llama.transformer_config}
+
+
+def build_model(
+    model: ModelConfig, aha: AHAConfig, parallel: ParallelConfig, training: TrainingConfig
+) -> AHAGPTModel:
+    """Returns this rank's part of the decoder with uninitialised weights; the process groups must exist.
+
+    Weights are then loaded by ``megatron_aha.checkpoint.weights.load_weights`` or drawn by
+    ``megatron_aha.checkpoint.initial.initialise_weights``.
+
+    Raises:
+        UserError: when the model's family is unknown.
+    """
+    if model.family not in FAMILIES:
+        raise UserError(
+            f"--model.family {model.family} is not one of {', '.join(FAMILIES)}" + nearest(model.family, FAMILIES)
+        )
+    config = FAMILIES[model.family](model, parallel, training)
+    return AHAGPTModel(config, model, aha)

@@ -1,0 +1,71 @@
+"""Makes Megatron-core run on a machine without an accelerator; never imported where one exists.
+
+Megatron-core asks ``torch.cuda`` for the device and the random state in places that no option reaches. Here those
+few calls are answered by the CPU: the device is ``torch.device("cpu")``, the random state is the CPU generator's,
+and any factory call with ``device="cuda"`` lands on the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_installed_mode: _CudaMeansCpu | None = None
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Rewrites ``device="cuda"`` into ``device="cpu"`` for every torch function called under it."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = torch.device("cpu")
+        return func(*args, **kwargs)
+
+
+def _get_rng_state(device: Any = "cpu", clone: bool = False, graph_safe: bool = False) -> Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: Tensor, device: Any = "cpu", graph_safe: bool = False) -> None:
+    torch.set_rng_state(new_state)
+
+
+def install() -> None:
+    """Redirects Megatron-core's hard-coded CUDA calls to the CPU, once per process.
+
+    Raises:
+        RuntimeError: when CUDA is available; the redirection would hide the GPU.
+    """
+    global _installed_mode
+    if _installed_mode is not None:
+        return
+    if torch.cuda.is_available():
+        raise RuntimeError("the CPU platform must not be installed where CUDA is available")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.get_rng_state = _get_rng_state
+    torch.cuda.set_rng_state = _set_rng_state
+    torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed)  # type: ignore[assignment,return-value]
+
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    megatron_random._get_cuda_rng_state = _get_rng_state
+    megatron_random._set_cuda_rng_state = _set_rng_state
+
+    _installed_mode = _CudaMeansCpu()
+    _installed_mode.__enter__()
