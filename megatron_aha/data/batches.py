@@ -1,0 +1,212 @@
+"""The micro-batches of a step: flat rows of tokens in which documents never attend to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.datasets.utils import Split
+from torch import Tensor
+
+from megatron_aha.config.run import RunConfig
+from megatron_aha.data.blend import parse_blend, parse_split
+from megatron_aha.data.checks import CheckedBlend, agree, check_blend
+from megatron_aha.data.datasets import SplitRequest, SplitUse, build_split
+from megatron_aha.errors import UserError
+
+
+@dataclass
+class MicroBatch:
+    """``micro_batch_size`` sequences laid end to end in one row.
+
+    Args:
+        tokens: int64 ``[tokens]``, inputs; tokens = micro_batch_size * seq_length.
+        labels: int64 ``[tokens]``, the token that follows each input.
+        loss_mask: fp32 ``[tokens]``, 1 where the token carries loss.
+        position_ids: int64 ``[tokens]``, from 0 at each sequence, or at each document.
+        cu_seqlens: int32 ``[documents + 1]``, strictly increasing from 0 to tokens: where documents and sequences
+            begin and end; attention stays between two neighbours.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor
+
+
+def cu_seqlens_from_tokens(tokens: Tensor, eod: int, seq_length: int) -> Tensor:
+    """Returns the borders of documents and sequences, int32 ``[documents + 1]``, strictly increasing.
+
+    A document is the tokens up to and including its end-of-document token; the last one of a sequence may lack it.
+
+    Args:
+        tokens: integer ``[tokens]``, whole sequences end to end.
+        eod: the end-of-document id.
+        seq_length: tokens of a sequence.
+    """
+    document_ends = torch.nonzero(tokens == eod).flatten() + 1
+    sequence_ends = torch.arange(0, tokens.numel() + 1, seq_length, device=tokens.device)
+    return torch.unique(torch.cat([document_ends, sequence_ends])).to(torch.int32)
+
+
+def position_ids_from_borders(borders: Tensor) -> Tensor:
+    """Returns positions that restart at 0 at each border, int64 ``[tokens]``, from borders ``[parts + 1]``."""
+    borders = borders.long()
+    starts = torch.repeat_interleave(borders[:-1], borders.diff())
+    return torch.arange(int(borders[-1]), device=borders.device) - starts
+
+
+class BatchSource:
+    """The micro-batches of one data-parallel rank, as a function of the samples consumed before: it has no state.
+
+    Args:
+        dataset: items hold ``tokens``, ``labels`` and ``loss_mask``, each ``[seq_length]``.
+        eod_id: the end-of-document id.
+        micro_batch_size: sequences per micro-batch.
+        global_batch_size: sequences per step over all data-parallel ranks.
+        dp_rank: this data-parallel rank.
+        dp_size: data-parallel ranks.
+        reset_position_ids: positions restart at each document too, not only at each sequence.
+        uses: how much of each dataset the run reads.
+        fingerprint: checksums of the data it draws from.
+
+    Raises:
+        UserError: the global batch cannot be cut into whole micro-batches.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        eod_id: int,
+        *,
+        micro_batch_size: int,
+        global_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        reset_position_ids: bool,
+        uses: Sequence[SplitUse] = (),
+        fingerprint: str = "",
+    ) -> None:
+        per_pass = micro_batch_size * dp_size
+        if global_batch_size % per_pass:
+            raise UserError(
+                f"--training.global_batch_size {global_batch_size} is not a multiple of --training.micro_batch_size "
+                f"{micro_batch_size} x {dp_size} data-parallel ranks = {per_pass}; "
+                f"the nearest that is: {max(1, round(global_batch_size / per_pass)) * per_pass}"
+            )
+        self.uses = tuple(uses)
+        self.fingerprint = fingerprint
+        self._dataset = dataset
+        self._eod_id = eod_id
+        self._micro_batch_size = micro_batch_size
+        self._passes = global_batch_size // per_pass
+        self._dp_rank = dp_rank
+        self._dp_size = dp_size
+        self._reset_position_ids = reset_position_ids
+
+    def micro_batches(self, consumed_samples: int) -> list[MicroBatch]:
+        """Returns this rank's micro-batches of the step that begins after ``consumed_samples`` samples.
+
+        The samples of a step are the same for every layout: pass after pass, rank after rank.
+        """
+        size = self._micro_batch_size
+        firsts = (consumed_samples + (i * self._dp_size + self._dp_rank) * size for i in range(self._passes))
+        return [self._micro_batch(range(first, first + size)) for first in firsts]
+
+    def _micro_batch(self, samples: range) -> MicroBatch:
+        items = [self._dataset[sample] for sample in samples]
+        tokens, labels, loss_mask = (
+            torch.cat([item[name] for item in items]) for name in ("tokens", "labels", "loss_mask")
+        )
+        seq_length = items[0]["tokens"].numel()
+        cu_seqlens = cu_seqlens_from_tokens(tokens, self._eod_id, seq_length)
+        borders = cu_seqlens if self._reset_position_ids else torch.arange(0, tokens.numel() + 1, seq_length)
+        return MicroBatch(tokens, labels, loss_mask, position_ids_from_borders(borders), cu_seqlens)
+
+
+def build_batch_sources(
+    config: RunConfig, dp_rank: int, dp_size: int
+) -> tuple[BatchSource, BatchSource | None]:
+    """Builds the sources of training and validation batches; collective over all ranks.
+
+    Validation has ``eval_steps`` batches of the global batch size, the same at every evaluation: batch ``i`` is
+    ``micro_batches(i * global_batch_size)``.
+
+    Args:
+        config: the run.
+        dp_rank: this data-parallel rank.
+        dp_size: data-parallel ranks.
+
+    Returns:
+        Training and, when ``training.eval_interval`` is not 0, validation.
+
+    Raises:
+        UserError: data that is missing, damaged, made for another vocabulary, or too little for a split.
+    """
+    data, training = config.data, config.training
+    evaluates = training.eval_interval > 0
+    checked = agree(lambda: _checked(data.blend, "--data.blend", config.model.vocab_size))
+    train_share, valid_share, _ = agree(lambda: parse_split(data.split))
+    valid_data = checked
+    valid_bounds, valid_option = (train_share, train_share + valid_share), f"--data.split {data.split}"
+    if data.valid_blend:
+        valid_data = agree(lambda: _checked(data.valid_blend, "--data.valid_blend", config.model.vocab_size))
+        valid_bounds, valid_option = (0.0, 1.0), "--data.valid_blend"
+        agree(lambda: _refuse_two_validation_sets(valid_share, data.split, checked, valid_data))
+
+    def source(split: Split, blend: CheckedBlend, bounds: tuple[float, float], option: str) -> BatchSource:
+        steps = training.train_steps if split is Split.train else training.eval_steps
+        request = SplitRequest(
+            data=blend,
+            split=split,
+            bounds=bounds,
+            samples=steps * training.global_batch_size,
+            seq_length=data.seq_length,
+            seed=training.seed,
+            eod_mask_loss=data.eod_mask_loss,
+            option=option,
+        )
+        dataset, uses = build_split(request, data.cache_dir)
+        return BatchSource(
+            dataset,
+            blend.eod_id,
+            micro_batch_size=training.micro_batch_size,
+            global_batch_size=training.global_batch_size,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            reset_position_ids=data.reset_position_ids,
+            uses=uses,
+            fingerprint=blend.fingerprint,
+        )
+
+    train = source(Split.train, checked, (0.0, train_share), f"--data.split {data.split}")
+    if not evaluates:
+        return train, None
+    return train, source(Split.valid, valid_data, valid_bounds, valid_option)
+
+
+def _checked(items: Sequence[str], option: str, vocab_size: int) -> CheckedBlend:
+    """Checks one blend; rank 0 reads the files whole, for checksums, the others look at sizes."""
+    return check_blend(parse_blend(items, option), vocab_size, contents=dist.get_rank() == 0)
+
+
+def _refuse_two_validation_sets(
+    valid_share: float, split: str, train: CheckedBlend, valid: CheckedBlend
+) -> None:
+    if valid_share > 0:
+        raise UserError(
+            f"--data.valid_blend gives the validation data, but --data.split {split} keeps a share of --data.blend "
+            "for validation too; write --data.split 100,0,0"
+        )
+    if (
+        train.sidecars[0].tokenizer.sha256 != valid.sidecars[0].tokenizer.sha256
+        or train.eod_id != valid.eod_id
+    ):
+        raise UserError(
+            f"--data.valid_blend was made with tokenizer '{valid.sidecars[0].tokenizer.name}', --data.blend with "
+            f"'{train.sidecars[0].tokenizer.name}'; preprocess both with one tokenizer"
+        )
