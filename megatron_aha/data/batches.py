@@ -27,8 +27,8 @@ class MicroBatch:
         labels: int64 ``[tokens]``, the token that follows each input.
         loss_mask: fp32 ``[tokens]``, 1 where the token carries loss.
         position_ids: int64 ``[tokens]``, from 0 at each sequence, or at each document.
-        cu_seqlens: int32 ``[documents + 1]``, strictly increasing from 0 to tokens: where documents and sequences
-            begin and end; attention stays between two neighbours.
+        cu_seqlens: int32 ``[documents + 1]``, strictly increasing from 0 to tokens: where documents and
+            sequences begin and end; attention stays between two neighbours.
     """
 
     tokens: Tensor
@@ -41,7 +41,8 @@ class MicroBatch:
 def cu_seqlens_from_tokens(tokens: Tensor, eod: int, seq_length: int) -> Tensor:
     """Returns the borders of documents and sequences, int32 ``[documents + 1]``, strictly increasing.
 
-    A document is the tokens up to and including its end-of-document token; the last one of a sequence may lack it.
+    A document is the tokens up to and including its end-of-document token; the last one of a sequence may
+    lack it.
 
     Args:
         tokens: integer ``[tokens]``, whole sequences end to end.
@@ -54,14 +55,14 @@ def cu_seqlens_from_tokens(tokens: Tensor, eod: int, seq_length: int) -> Tensor:
 
 
 def position_ids_from_borders(borders: Tensor) -> Tensor:
-    """Returns positions that restart at 0 at each border, int64 ``[tokens]``, from borders ``[parts + 1]``."""
+    """Returns positions int64 ``[tokens]`` that restart at 0 at each of the ``borders`` ``[parts + 1]``."""
     borders = borders.long()
     starts = torch.repeat_interleave(borders[:-1], borders.diff())
     return torch.arange(int(borders[-1]), device=borders.device) - starts
 
 
 class BatchSource:
-    """The micro-batches of one data-parallel rank, as a function of the samples consumed before: it has no state.
+    """One data-parallel rank's micro-batches, without state: a function of the samples consumed before.
 
     Args:
         dataset: items hold ``tokens``, ``labels`` and ``loss_mask``, each ``[seq_length]``.
@@ -94,9 +95,9 @@ class BatchSource:
         per_pass = micro_batch_size * dp_size
         if global_batch_size % per_pass:
             raise UserError(
-                f"--training.global_batch_size {global_batch_size} is not a multiple of --training.micro_batch_size "
-                f"{micro_batch_size} x {dp_size} data-parallel ranks = {per_pass}; "
-                f"the nearest that is: {max(1, round(global_batch_size / per_pass)) * per_pass}"
+                f"--training.global_batch_size {global_batch_size} is not a multiple of "
+                f"--training.micro_batch_size {micro_batch_size} x {dp_size} data-parallel ranks = "
+                f"{per_pass}; the nearest that is: {max(1, round(global_batch_size / per_pass)) * per_pass}"
             )
         self.uses = tuple(uses)
         self.fingerprint = fingerprint
@@ -133,8 +134,8 @@ def build_batch_sources(
 ) -> tuple[BatchSource, BatchSource | None]:
     """Builds the sources of training and validation batches; collective over all ranks.
 
-    Validation has ``eval_steps`` batches of the global batch size, the same at every evaluation: batch ``i`` is
-    ``micro_batches(i * global_batch_size)``.
+    Validation has ``eval_steps`` batches of the global batch size, the same at every evaluation: batch ``i``
+    is ``micro_batches(i * global_batch_size)``.
 
     Args:
         config: the run.
@@ -199,14 +200,14 @@ def _refuse_two_validation_sets(
 ) -> None:
     if valid_share > 0:
         raise UserError(
-            f"--data.valid_blend gives the validation data, but --data.split {split} keeps a share of --data.blend "
-            "for validation too; write --data.split 100,0,0"
+            f"--data.valid_blend gives the validation data, but --data.split {split} keeps a share of "
+            "--data.blend for validation too; write --data.split 100,0,0"
         )
     if (
         train.sidecars[0].tokenizer.sha256 != valid.sidecars[0].tokenizer.sha256
         or train.eod_id != valid.eod_id
     ):
         raise UserError(
-            f"--data.valid_blend was made with tokenizer '{valid.sidecars[0].tokenizer.name}', --data.blend with "
-            f"'{train.sidecars[0].tokenizer.name}'; preprocess both with one tokenizer"
+            f"--data.valid_blend was made with tokenizer '{valid.sidecars[0].tokenizer.name}', --data.blend "
+            f"with '{train.sidecars[0].tokenizer.name}'; preprocess both with one tokenizer"
         )

@@ -32,8 +32,8 @@ def parse_blend(items: Sequence[str | float], option: str) -> Blend:
         option: the option it was written for, as typed.
 
     Raises:
-        UserError: nothing was given, weights and prefixes do not alternate, a weight is not a positive number, or
-            a prefix names no dataset.
+        UserError: nothing was given, weights and prefixes do not alternate, a weight is not a positive
+            number, or a prefix names no dataset.
     """
     words = [str(item).strip() for item in items]
     if not words:

@@ -14,6 +14,9 @@ from megatron_aha.errors import UserError
 
 Result = TypeVar("Result")
 
+# Bytes of a file that is still hashed whole when a run starts: a few seconds.
+_HASHED_AT_START = 2 * 2**30
+
 
 @dataclass(frozen=True)
 class CheckedBlend:
@@ -41,7 +44,7 @@ def check_blend(blend: Blend, vocab_size: int, *, contents: bool) -> CheckedBlen
     Args:
         blend: the datasets.
         vocab_size: rows of the model's embedding.
-        contents: compare the files' checksums too (reads them whole).
+        contents: compare the files' checksums too (those up to 2 GiB; it reads them whole).
 
     Raises:
         UserError: a dataset is damaged, has another tokenizer than the others, or needs ids the model lacks.
@@ -49,12 +52,13 @@ def check_blend(blend: Blend, vocab_size: int, *, contents: bool) -> CheckedBlen
     sidecars = []
     for prefix in blend.prefixes:
         sidecar = read_sidecar(prefix)
-        check_files(prefix, sidecar, contents=contents)
+        check_files(prefix, sidecar, contents=contents, up_to=_HASHED_AT_START)
         if sidecar.tokenizer.vocab_size > vocab_size:
             raise UserError(
                 f"dataset '{prefix}' was made with a vocabulary of {sidecar.tokenizer.vocab_size} "
-                f"(tokenizer '{sidecar.tokenizer.name}', largest id used {sidecar.largest_id}), but the model has "
-                f"--model.vocab_size {vocab_size}; preprocess the text with the model's own tokenizer"
+                f"(tokenizer '{sidecar.tokenizer.name}', largest id used {sidecar.largest_id}), but the "
+                f"model has --model.vocab_size {vocab_size}; preprocess the text with the model's own "
+                "tokenizer"
             )
         sidecars.append(sidecar)
     first = sidecars[0].tokenizer
@@ -62,9 +66,10 @@ def check_blend(blend: Blend, vocab_size: int, *, contents: bool) -> CheckedBlen
         other = sidecar.tokenizer
         if (other.sha256, other.eod_id) != (first.sha256, first.eod_id):
             raise UserError(
-                f"datasets '{blend.prefixes[0]}' and '{prefix}' were made differently: tokenizer '{first.name}' "
-                f"({first.vocab_size} ids, end of document {first.eod_id}) and '{other.name}' "
-                f"({other.vocab_size} ids, end of document {other.eod_id}); preprocess both with one tokenizer"
+                f"datasets '{blend.prefixes[0]}' and '{prefix}' were made differently: tokenizer "
+                f"'{first.name}' ({first.vocab_size} ids, end of document {first.eod_id}) and '{other.name}' "
+                f"({other.vocab_size} ids, end of document {other.eod_id}); preprocess both with one "
+                "tokenizer"
             )
     return CheckedBlend(blend, tuple(sidecars), first.eod_id)
 

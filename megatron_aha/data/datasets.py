@@ -1,4 +1,4 @@
-"""Megatron-core datasets of one split: checked beforehand, cached under a key that knows the data's checksums."""
+"""Megatron-core datasets of one split: checked beforehand, cached under the checksums of the data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_aha.data.blend import dataset_name
 from megatron_aha.data.checks import CheckedBlend, agree
 from megatron_aha.errors import UserError
 
-# Megatron-core's own default: room for rounding when a blend draws a little more from one dataset than its share.
+# Megatron-core's own default: room for a blend that draws a little more from one dataset than its share.
 _SURPLUS = 0.005
 
 
@@ -84,8 +84,8 @@ class SplitRequest:
 class _Vocabulary:
     """What Megatron-core's datasets ask of a tokenizer.
 
-    It has no ``pad``: Megatron-core then pads with -1, an id that no text has, so an end-of-document id that the
-    tokenizer also uses for padding keeps its loss.
+    It has no ``pad``: Megatron-core then pads with -1, an id that no text has, so an end-of-document id that
+    the tokenizer also uses for padding keeps its loss.
     """
 
     def __init__(self, vocab_size: int, eod: int, fingerprint: str) -> None:
@@ -103,8 +103,8 @@ def build_split(request: SplitRequest, cache_dir: str | None) -> tuple[Any, list
         cache_dir: where indices are cached; None takes ``index_cache`` beside the first dataset.
 
     Returns:
-        The dataset (items hold ``tokens``, ``labels``, ``loss_mask``, each ``[seq_length]``) and its use, one entry
-        per prefix.
+        The dataset (items hold ``tokens``, ``labels``, ``loss_mask``, each ``[seq_length]``) and its use,
+        one entry per prefix.
 
     Raises:
         UserError: a dataset gives the split no document, or the cache directory cannot be written.
@@ -150,9 +150,9 @@ def _split_lengths(request: SplitRequest) -> list[np.ndarray]:
         begin, end = (int(round(bound * float(sidecar.documents))) for bound in request.bounds)
         if begin >= end:
             raise UserError(
-                f"{request.option}: the {request.split.name} split gets none of the {sidecar.documents} documents "
-                f"of '{prefix}'; give it a larger share, preprocess more documents, or turn evaluation off with "
-                "--training.eval_interval 0"
+                f"{request.option}: the {request.split.name} split gets none of the {sidecar.documents} "
+                f"documents of '{prefix}'; give it a larger share, preprocess more documents, or turn "
+                "evaluation off with --training.eval_interval 0"
             )
         # Kept alive until copied: it closes the memory map under its views when it goes.
         dataset = IndexedDataset(prefix)
@@ -164,8 +164,8 @@ def _split_lengths(request: SplitRequest) -> list[np.ndarray]:
 def _surplus(weights: Sequence[float], samples: int) -> float:
     """Spare samples of each dataset, as a share, so that a blend of many small parts never runs over.
 
-    Megatron-core rounds every dataset's part up, sums the parts, and blends that sum by weight: with few samples
-    and many datasets the heavy ones are then asked for more than their own part.
+    Megatron-core rounds every dataset's part up, sums the parts, and blends that sum by weight: with few
+    samples and many datasets the heavy ones are then asked for more than their own part.
     """
     shares = [weight / sum(weights) for weight in weights]
     parts = [math.ceil(samples * share) for share in shares]

@@ -50,8 +50,8 @@ class DatasetWriter:
         smallest, largest = int(ids.min()), int(ids.max())
         if smallest < 0 or largest >= self._tokenizer.vocab_size:
             raise UserError(
-                f"document {self._documents} has token id {smallest if smallest < 0 else largest}, outside the "
-                f"vocabulary of {self._tokenizer.vocab_size} of tokenizer '{self._tokenizer.name}'"
+                f"document {self._documents} has token id {smallest if smallest < 0 else largest}, outside "
+                f"the vocabulary of {self._tokenizer.vocab_size} of tokenizer '{self._tokenizer.name}'"
             )
         self._builder.add_document(ids, [len(ids)])
         self._documents += 1
@@ -86,7 +86,7 @@ class DatasetWriter:
             idx=hash_file(Path(self._temporary + ".idx")),
             source=source,
         )
-        # Without its sidecar a dataset is refused, so a crash between these lines leaves no mixture that passes.
+        # Without its sidecar a dataset is refused: a crash between these lines leaves no mixture that passes.
         sidecar_path(self._prefix).unlink(missing_ok=True)
         for suffix in (".bin", ".idx"):
             os.replace(self._temporary + suffix, self._prefix + suffix)
