@@ -1,0 +1,93 @@
+"""Shared by the kernel tests: random calls, and their comparison with the float64 definition."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aha_kernels import aha_attention
+from aha_kernels.reference import reference_attention
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float64: 1e-12}
+NAMES = ("out", "dq", "dk", "dv", "droute")
+
+
+@dataclass
+class Call:
+    """Leaf tensors and options of one aha_attention call."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    route: Tensor
+    window: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def leaves(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns the tensors that get gradients."""
+        return self.q, self.k, self.v, self.route
+
+
+def make_call(
+    batch: int = 1,
+    queries: int = 33,
+    keys: int | None = None,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    window: int = 8,
+    usage: float = 0.3,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    strided: bool = False,
+    spread: float = 1.0,
+    **options: Any,
+) -> Call:
+    """Returns a random call; strided makes the tensors transposed views; spread scales the scores."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(tokens: int, count: int, factor: float = 1.0) -> Tensor:
+        shape = (batch, count, tokens, head_dim) if strided else (batch, tokens, count, head_dim)
+        x = (torch.randn(shape, generator=generator) * factor).to(dtype)
+        return (x.transpose(1, 2) if strided else x).detach().requires_grad_()
+
+    keys = queries if keys is None else keys
+    q, k, v = random(queries, heads, spread), random(keys, kv_heads), random(keys, kv_heads)
+    route = torch.rand(batch, queries, heads, generator=generator) < usage
+    route = route.to(torch.float64 if dtype == torch.float64 else torch.float32).requires_grad_()
+    return Call(q, k, v, route, window, options)
+
+
+def run(call: Call, **extra: Any) -> tuple[Tensor, ...]:
+    """Returns (out, dq, dk, dv, droute) of aha_attention under a fixed random output gradient."""
+    out = aha_attention(*call.leaves(), call.window, **call.options, **extra)
+    return (out.detach(), *torch.autograd.grad(out, call.leaves(), output_gradient(out)))
+
+
+def run_reference(call: Call, route_grad_weight: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Returns (out, dq, dk, dv, droute) of the definition in float64 under the same output gradient."""
+    leaves = [x.detach().double().requires_grad_() for x in call.leaves()]
+    ignored = ("router_grad", "router_seed", "layer", "head_offset", "backend")
+    options = {name: value for name, value in call.options.items() if name not in ignored}
+    out = reference_attention(*leaves, call.window, route_grad_weight=route_grad_weight, **options)
+    gradient = output_gradient(out.to(call.q.dtype)).double()
+    return (out.detach(), *torch.autograd.grad(out, leaves, gradient))
+
+
+def output_gradient(out: Tensor) -> Tensor:
+    """Returns a random gradient, the same for the same shape and dtype."""
+    return torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).to(out.dtype)
+
+
+def assert_close(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], dtype: torch.dtype) -> None:
+    """Asserts that output and all gradients are finite and within the relative error of the dtype.
+
+    Errors are root mean squares relative to the truth's, or to 0.05 (inputs are of size 1) where the truth vanishes.
+    """
+    for name, ours, truth in zip(NAMES, actual, expected, strict=True):
+        assert torch.isfinite(ours).all(), f"{name} is not finite"
+        error = (ours.double() - truth).square().mean().sqrt() / truth.square().mean().sqrt().clamp_min(0.05)
+        assert error <= TOLERANCE[dtype], f"{name}: relative error {error:.2e}"
