@@ -13,7 +13,15 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 PARTS = ["megatron_aha", "kernels", "configs", "launch", "tools", "tests"]
-FILES = ["setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md", "CHANGELOG.md", "constraints.txt"]
+FILES = [
+    "setup.py",
+    "pyproject.toml",
+    "MANIFEST.in",
+    "LICENSE",
+    "README.md",
+    "CHANGELOG.md",
+    "constraints.txt",
+]
 
 
 def _build(kind: str, source: Path, out: Path) -> Path:
