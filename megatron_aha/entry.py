@@ -10,16 +10,17 @@ from collections.abc import Callable, Sequence
 
 from megatron_aha.errors import UserError
 
-# The launcher ends all ranks when the first one fails. Rank 0 speaks at once; the others wait this many seconds,
-# so that 512 ranks with one mistake in the configuration print one sentence, and a fault of rank 7 alone is told.
+# The launcher ends all ranks when the first one fails. Rank 0 speaks at once; the others wait this many
+# seconds, so that 512 ranks with one mistake in the configuration print one sentence, and a fault of rank 7
+# alone is told.
 OTHER_RANKS_WAIT_SECONDS = 3.0
 
 
 def run_and_exit(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> None:
     """Runs ``main(argv)`` and leaves the process.
 
-    Exits with what ``main`` returns (None is 0), with 2 and ``error: <sentence>`` after a UserError, with 130 after
-    an interrupt. Everything else is a bug of ours and keeps its traceback.
+    Exits with what ``main`` returns (None is 0), with 2 and ``error: <sentence>`` after a UserError, with
+    130 after an interrupt. Everything else is a bug of ours and keeps its traceback.
     """
     try:
         sys.exit(main(argv) or 0)
@@ -38,8 +39,8 @@ def require_deepspeed() -> None:
     """Raises UserError when DeepSpeed is not installed in this Python."""
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError(
-            f"deepspeed is not installed in {sys.executable}, and training needs it; pip install deepspeed, or "
-            "activate the environment that has it"
+            f"deepspeed is not installed in {sys.executable}, and training needs it; pip install "
+            "deepspeed, or activate the environment that has it"
         )
 
 
@@ -55,11 +56,13 @@ def choose_accelerator() -> str:
     has_gpu = torch.cuda.is_available()
     if asked == "cuda" and not has_gpu:
         raise UserError(
-            f"DS_ACCELERATOR=cuda asks for a GPU, but torch {torch.__version__} finds none here; unset it to train "
-            "on the CPU, or install a CUDA build of torch on a machine with a GPU"
+            f"DS_ACCELERATOR=cuda asks for a GPU, but torch {torch.__version__} finds none here; unset "
+            "it to train on the CPU, or install a CUDA build of torch on a machine with a GPU"
         )
     if asked not in (None, "cuda", "cpu"):
-        raise UserError(f"DS_ACCELERATOR={asked} is not supported; use cuda or cpu, or unset it to let us choose")
+        raise UserError(
+            f"DS_ACCELERATOR={asked} is not supported; use cuda or cpu, or unset it to let us choose"
+        )
     chosen = asked or ("cuda" if has_gpu else "cpu")
     os.environ["DS_ACCELERATOR"] = chosen
     return chosen
