@@ -10,7 +10,7 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).resolve().parent
 VERSION = re.search(r'__version__ = "([^"]+)"', (HERE / "megatron_aha/__init__.py").read_text()).group(1)
 
-# A bare find_packages() would install tests/ and tools/ too; and a folder `kernels` must never become a package,
+# A bare find_packages() would install tests/ and tools/ too. A folder `kernels` must never become a package,
 # because transformers probes for an unrelated one of that name.
 PACKAGES = [
     *find_packages(include=["megatron_aha", "megatron_aha.*"]),
