@@ -1,4 +1,4 @@
-"""How every command of ours starts and how it fails: the accelerator chosen first, a user's error as a sentence."""
+"""How every command of ours starts and fails: the accelerator chosen first, a user's error as a sentence."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def draw_heatmap(usage: np.ndarray, step: int | None = None) -> Figure:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     when = "" if step is None else f", step {step}"
-    axes.set_title(f"Tokens that use full attention{when}: {usage.mean():.1%}", fontsize=10)
+    axes.set_title(f"tokens on full attention{when}: {usage.mean():.1%}", fontsize=10)
     bar = figure.colorbar(image, ax=axes, ticks=[0, 0.01, 0.05, 0.1, 0.25, 0.5, 1])
     bar.ax.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
     return figure

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -35,9 +35,8 @@ class MetricsWriter:
             set_aside(self.directory)
         # purge_step also reaches a TensorBoard that has been reading the folder all along.
         self._events = SummaryWriter(str(self.directory), purge_step=resume_step + 1, flush_secs=5)
-        self._metrics = open(self.directory / METRICS_FILE, "a", encoding="utf-8", buffering=1)  # noqa:
-        SIM115 self._usage = open(self.directory / USAGE_FILE, "a", encoding="utf-8", buffering=1)  # noqa:
-        SIM115
+        self._metrics = _appending(self.directory / METRICS_FILE)
+        self._usage = _appending(self.directory / USAGE_FILE)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """Writes named values of one step; a value that is not finite is ``null`` in ``metrics.jsonl``."""
@@ -60,5 +59,9 @@ class MetricsWriter:
         self._usage.close()
 
 
-def _write_line(file: Any, record: dict[str, Any]) -> None:
+def _appending(path: Path) -> TextIO:
+    return open(path, "a", encoding="utf-8", buffering=1)
+
+
+def _write_line(file: TextIO, record: dict[str, Any]) -> None:
     file.write(json.dumps(record, allow_nan=False) + "\n")
