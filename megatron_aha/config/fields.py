@@ -35,7 +35,7 @@ FOREIGN_NAMES = {
 }
 
 
-def section_class(annotation: Any) -> type | None:
+def section_class(annotation: Any) -> Any:
     """Returns the dataclass behind ``Section`` or ``Section | None``, or None for a plain value."""
     options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
     return next((option for option in options if dataclasses.is_dataclass(option)), None)

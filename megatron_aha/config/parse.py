@@ -93,7 +93,7 @@ def parse_run(argv: Sequence[str]) -> ParsedRun:
         _state_option(stated, name, values)
     namespace = _checked(stated)
     if "--print_config" in commands:
-        print(_parser().dump(namespace), end="")
+        print(_parser().dump(namespace, skip_none=False), end="")
         raise SystemExit(0)
     config = RunConfig(**vars(_parser().instantiate(namespace)))
     return ParsedRun(config, explicit=set(stated.origins), dry_run="--dry-run" in commands)
@@ -102,7 +102,7 @@ def parse_run(argv: Sequence[str]) -> ParsedRun:
 def to_yaml(config: RunConfig) -> str:
     """Returns the configuration as YAML that ``--config`` reads back to an equal one."""
     parser = _parser()
-    return parser.dump(parser.parse_object(dataclasses.asdict(config)))
+    return parser.dump(parser.parse_object(dataclasses.asdict(config)), skip_none=False)
 
 
 def _parser(with_commands: bool = False) -> jsonargparse.ArgumentParser:

@@ -1,0 +1,122 @@
+"""An estimate of the memory that a rank needs, to be read before asking for the hardware.
+
+It counts tensors, not the allocator's fragments, the communication buffers or the CUDA context: leave a
+fifth free. Activations are what the backward pass needs, with attention that never stores its scores (arXiv
+2205.05198 counts them for another block). ZeRO divides states over the data-parallel ranks: stage 1 the
+optimizer's, stage 2 also the gradients, stage 3 also the weights (arXiv 1910.02054).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from megatron_aha.config.aha import AHAConfig
+from megatron_aha.config.run import RunConfig
+from megatron_aha.report.parameters import stage_parameters
+
+GIB = 2**30
+
+
+@dataclass
+class MemoryEstimate:
+    """Bytes on the fullest rank of one pipeline stage.
+
+    Args:
+        weights: parameters as the forward pass reads them.
+        gradients: of the parameters.
+        optimizer: fp32 masters and Adam's two moments.
+        activations: kept from the forward to the backward pass, for every micro-batch in flight.
+        logits: scores over the vocabulary and their gradient, on the last stage.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+
+
+def estimate_memory(config: RunConfig, data_parallel_size: int) -> list[MemoryEstimate]:
+    """Returns the estimate for each pipeline stage."""
+    training, parallel = config.training, config.parallel
+    stages = parallel.pipeline_model_parallel_size
+    size = _bytes_per_element(config)
+    shards = [data_parallel_size if training.zero_stage >= stage else 1 for stage in (1, 2, 3)]
+    # fp32 needs no master copy of its own, but ZeRO keeps one of every shard all the same.
+    has_master = training.precision == "bf16" or training.zero_stage >= 1
+    estimates = []
+    for stage, parameters in enumerate(stage_parameters(config.model, config.aha, parallel)):
+        trained = parameters
+        if training.freeze_model:
+            dense = stage_parameters(config.model, _without_router(config), parallel)[stage]
+            trained = parameters - dense
+        estimates.append(
+            MemoryEstimate(
+                weights=parameters * size / shards[2],
+                gradients=trained * size / shards[1],
+                optimizer=trained * (8 + 4 * has_master) / shards[0],
+                activations=_activations(config) * (stages - stage),
+                logits=_logits(config) if stage == stages - 1 else 0.0,
+            )
+        )
+    return estimates
+
+
+def _bytes_per_element(config: RunConfig) -> int:
+    return 2 if config.training.precision == "bf16" else 4
+
+
+def _without_router(config: RunConfig) -> AHAConfig:
+    return dataclasses.replace(config.aha, enabled=False)
+
+
+def _tokens(config: RunConfig) -> int:
+    return config.training.micro_batch_size * config.data.seq_length
+
+
+def _activations(config: RunConfig) -> float:
+    """Returns the bytes that one micro-batch leaves on one rank of a stage."""
+    layers = config.model.num_layers // config.parallel.pipeline_model_parallel_size
+    per_layer = _tokens(config) * layer_bytes_per_token(config)
+    if config.training.recompute != "full":
+        return layers * per_layer
+    # Only each layer's input is kept, and one layer at a time is whole again in the backward pass.
+    kept = _tokens(config) * config.model.hidden_size * _bytes_per_element(config) / _sequence_shards(config)
+    return layers * kept + per_layer
+
+
+def _sequence_shards(config: RunConfig) -> int:
+    return config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
+
+
+def layer_bytes_per_token(config: RunConfig) -> float:
+    """Returns the bytes per token that the backward pass of one layer needs, on one tensor-parallel rank."""
+    model, aha, size = config.model, config.aha, _bytes_per_element(config)
+    tensor_size = config.parallel.tensor_model_parallel_size
+    # Each of two norms keeps its normalised states twice and their origin in fp32.
+    norms = 2 * model.hidden_size * (2 * size + 4) / _sequence_shards(config)
+    heads = model.num_attention_heads / tensor_size
+    groups = max(model.num_query_groups / tensor_size, 1)
+    # The projections, the rotated queries and keys, the output as attention and as the next projection read
+    # it.
+    attention = size * model.head_dim * (4 * heads + 3 * groups) + 4 * heads
+    if config.training.recompute == "selective":
+        attention -= size * model.head_dim * heads + 4 * heads
+    if aha.enabled:
+        attention += 8 * heads  # logits and probabilities
+        if aha.router_grad != "none" and config.training.recompute != "selective":
+            attention += size * model.head_dim * heads  # the other choice's output
+    mlp = 5 * size * model.ffn_hidden_size / tensor_size
+    return norms + attention + mlp
+
+
+def _logits(config: RunConfig) -> float:
+    rows = -(-config.model.vocab_size // config.parallel.tensor_model_parallel_size)
+    # As computed, in fp32 for the loss, and their gradient.
+    return _tokens(config) * rows * (_bytes_per_element(config) + 8)

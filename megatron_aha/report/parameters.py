@@ -1,0 +1,48 @@
+"""How many parameters each rank holds, by arithmetic from the sizes alone."""
+
+from __future__ import annotations
+
+from megatron_aha.config.aha import AHAConfig
+from megatron_aha.config.model import ModelConfig
+from megatron_aha.config.parallel import ParallelConfig
+
+
+def router_parameters(model: ModelConfig, aha: AHAConfig) -> int:
+    """Returns the parameters of one layer's routers, over all tensor-parallel ranks; 0 for a dense model."""
+    if not aha.enabled:
+        return 0
+    routers = model.num_attention_heads if aha.granularity == "head" else model.num_query_groups
+    return routers * (model.hidden_size + int(aha.bias))
+
+
+def layer_parameters(model: ModelConfig, aha: AHAConfig, tensor_size: int = 1) -> int:
+    """Returns the parameters of one layer that one of ``tensor_size`` tensor-parallel ranks holds."""
+    query_rows = model.num_attention_heads * model.head_dim // tensor_size
+    # With more ranks than KV groups, each rank holds one group, copies of which lie on its neighbours.
+    key_rows = max(model.num_query_groups // tensor_size, 1) * model.head_dim
+    attention = model.hidden_size * (2 * query_rows + 2 * key_rows)
+    mlp = 3 * model.hidden_size * model.ffn_hidden_size // tensor_size
+    norms = 2 * model.hidden_size
+    return attention + mlp + norms + router_parameters(model, aha) // tensor_size
+
+
+def embedding_parameters(model: ModelConfig, tensor_size: int = 1) -> int:
+    """Returns the parameters of the embedding on one rank, its rows padded to a multiple of the ranks."""
+    return -(-model.vocab_size // tensor_size) * model.hidden_size
+
+
+def stage_parameters(model: ModelConfig, aha: AHAConfig, parallel: ParallelConfig) -> list[int]:
+    """Returns, for each pipeline stage, the parameters that each of its tensor-parallel ranks holds."""
+    tensor_size, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    counts = [model.num_layers // stages * layer_parameters(model, aha, tensor_size)] * stages
+    embedding = embedding_parameters(model, tensor_size)
+    counts[0] += embedding
+    counts[-1] += model.hidden_size  # the last norm
+    if stages > 1 or not model.tied_embeddings:
+        counts[-1] += embedding  # a tied model's last stage holds a copy
+    return counts
+
+
+def total_parameters(model: ModelConfig, aha: AHAConfig) -> int:
+    """Returns the parameters of the whole model, each counted once, without any padding."""
+    return stage_parameters(model, aha, ParallelConfig())[0]
