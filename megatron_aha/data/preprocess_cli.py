@@ -1,0 +1,108 @@
+"""Command line of ``tools/preprocess_data.py``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+from megatron_aha.data.sources import FORMATS
+from megatron_aha.errors import UserError
+
+_EXAMPLE = """example:
+  python tools/preprocess_data.py --input corpus.jsonl.gz 'more/*.jsonl' --output data/corpus \\
+      --tokenizer path/to/model_folder --eod '<|endoftext|>' --workers 8
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs preprocessing; returns the exit status: 0, or 2 for something the user can mend."""
+    options = _parser().parse_args(arguments)
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        _run(options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"interrupted: '{options.output}' was not written", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _run(options: argparse.Namespace) -> None:
+    from megatron_aha.data.preprocess import PreprocessOptions, preprocess
+    from megatron_aha.hf.tokenizer import load_tokenizer
+
+    if options.workers < 1:
+        raise UserError(f"--workers {options.workers} must be at least 1")
+    tokenizer = load_tokenizer(options.tokenizer, options.eod)
+    preprocess(
+        PreprocessOptions(
+            inputs=tuple(options.input),
+            output=options.output,
+            file_format=options.format,
+            json_key=options.json_key,
+            on_error=options.on_error,
+            workers=options.workers,
+            overwrite=options.overwrite,
+        ),
+        tokenizer,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="preprocess_data.py",
+        description="Turns text into a Megatron-core dataset with a description that training checks.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="files, directories or globs; .gz is unpacked",
+    )
+    add("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin, PREFIX.idx and PREFIX.json")
+    add(
+        "--tokenizer",
+        required=True,
+        metavar="PATH",
+        help="folder, tokenizer.json, .gguf, sentencepiece .model, or an imported checkpoint",
+    )
+    add(
+        "--eod", metavar="TOKEN", help="end-of-document token; default: the tokenizer's end-of-sequence token"
+    )
+    add(
+        "--format",
+        choices=FORMATS,
+        default="auto",
+        help="jsonl: a document a line; text: a document a file; auto: by the ending .jsonl or .ndjson",
+    )
+    add("--json-key", default="text", metavar="KEY", help="key of the text in JSON lines (default: text)")
+    add(
+        "--on-error",
+        choices=("stop", "skip"),
+        default="stop",
+        help="what to do with records that are no documents",
+    )
+    add(
+        "--workers",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        metavar="N",
+        help="processes that tokenize (default: one per CPU)",
+    )
+    add("--overwrite", action="store_true", help="replace .bin and .idx files that have no PREFIX.json")
+    return parser
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    """Lets a SIGTERM unwind like Ctrl-C, so that unfinished files are removed."""
+    raise KeyboardInterrupt

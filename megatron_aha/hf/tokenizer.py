@@ -1,0 +1,227 @@
+"""One small face over Hugging Face and sentencepiece tokenizers: ids in, ids out, and who they are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_aha.data.sidecar import TokenizerRecord
+from megatron_aha.errors import UserError, nearest
+
+
+class TextTokenizer(Protocol):
+    """What preprocessing and the tools need of a tokenizer; it can be pickled into worker processes."""
+
+    @property
+    def record(self) -> TokenizerRecord:
+        """Identity, vocabulary size (added tokens included) and end-of-document token."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Returns the ids of each text, without beginning- or end-of-text tokens of the tokenizer's own."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of ids, special tokens included."""
+
+
+@dataclass
+class HuggingFaceTokenizer:
+    """A tokenizer of the ``tokenizers`` library.
+
+    Args:
+        backend: the ``tokenizers.Tokenizer``, without truncation and padding.
+        record: who it is.
+    """
+
+    backend: Any
+    record: TokenizerRecord
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Returns the ids of each text; special and added tokens spelled out in a text get their own ids."""
+        return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of ids, special tokens included."""
+        return self.backend.decode(list(ids), skip_special_tokens=False)
+
+
+@dataclass
+class SentencePieceTokenizer:
+    """A sentencepiece model.
+
+    Args:
+        backend: the ``sentencepiece.SentencePieceProcessor``.
+        record: who it is.
+    """
+
+    backend: Any
+    record: TokenizerRecord
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Returns the ids of each text; control symbols spelled out in a text are ordinary text."""
+        return self.backend.encode(list(texts), out_type=int, num_threads=1)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of ids; sentencepiece drops control symbols and may normalise text."""
+        return self.backend.decode(list(ids))
+
+
+def load_tokenizer(path: str, eod: str | None = None, say: Callable[[str], None] = print) -> TextTokenizer:
+    """Loads a tokenizer from local files.
+
+    Args:
+        path: a folder with Hugging Face tokenizer files, a ``tokenizer.json``, a GGUF file or a folder with
+            one, a sentencepiece ``.model``, or a checkpoint of ours (its ``source/`` is used).
+        eod: text of the end-of-document token; None takes the tokenizer's own end-of-sequence token.
+        say: told which end-of-document token was chosen when ``eod`` is None.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        UserError: no tokenizer is there, or it lacks the end-of-document token.
+    """
+    location = _locate(Path(path))
+    if location.suffix == ".model":
+        tokenizer, chosen = _load_sentencepiece(location, eod)
+    else:
+        tokenizer, chosen = _load_hugging_face(location, eod)
+    if eod is None:
+        record = tokenizer.record
+        say(f"end of document: {chosen} '{record.eod_token}' (id {record.eod_id}); choose another with --eod")
+    return tokenizer
+
+
+def _locate(path: Path) -> Path:
+    """The file or folder that holds the tokenizer itself."""
+    if not path.exists():
+        raise UserError(
+            f"--tokenizer: there is no '{path}'; give a local folder, tokenizer.json, .gguf or .model file "
+            "(download a model from the Hub first)"
+        )
+    if path.is_file():
+        if path.suffix not in (".json", ".gguf", ".model"):
+            raise UserError(
+                f"--tokenizer: '{path}' ends in '{path.suffix}'; expected a folder or a .json, .gguf or "
+                ".model file"
+            )
+        return path
+    latest = path / "latest"
+    step = path / latest.read_text().strip() if latest.is_file() else path
+    if (step / "index.json").is_file():
+        if not (step / "source").is_dir():
+            raise UserError(
+                f"--tokenizer: checkpoint '{step}' carries no tokenizer (no folder 'source'); "
+                "give the model's own tokenizer"
+            )
+        return _locate(step / "source")
+    if (path / "tokenizer_config.json").is_file():
+        return path
+    for pattern in ("tokenizer.json", "tokenizer.model", "*.gguf", "*.model"):
+        found = sorted(path.glob(pattern))
+        if len(found) == 1:
+            return found[0]
+        if len(found) > 1:
+            names = ", ".join(file.name for file in found)
+            raise UserError(f"--tokenizer: folder '{path}' holds several tokenizers ({names}); name one file")
+    raise UserError(
+        f"--tokenizer: folder '{path}' holds no tokenizer (no tokenizer_config.json, tokenizer.json, .gguf "
+        "or .model)"
+    )
+
+
+def _load_hugging_face(location: Path, eod: str | None) -> tuple[TextTokenizer, str]:
+    """Returns the tokenizer and, in words, whose choice the end-of-document token is."""
+    backend, own_eos = _fast_backend(location)
+    # A tokenizer.json may ask for truncation or padding, which would cut or stuff documents.
+    backend.no_truncation()
+    backend.no_padding()
+    vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+    text = eod if eod is not None else own_eos
+    if text is None:
+        raise UserError(
+            f"--tokenizer '{location}' names no end-of-sequence token; choose the end-of-document token "
+            "with --eod"
+        )
+    if text not in vocabulary:
+        special = [token.content for token in backend.get_added_tokens_decoder().values()]
+        raise UserError(f"--eod '{text}' is not a token of '{location}'{_suggest(text, special)}")
+    record = _record("huggingface", location, vocabulary.items(), vocabulary[text], text)
+    return HuggingFaceTokenizer(backend, record), "the tokenizer's own end-of-sequence token"
+
+
+def _fast_backend(location: Path) -> tuple[Any, str | None]:
+    """The ``tokenizers.Tokenizer`` and the end-of-sequence token, if it has one."""
+    if location.suffix == ".json":
+        import tokenizers
+
+        try:
+            return tokenizers.Tokenizer.from_file(str(location)), None
+        except Exception as error:  # tokenizers raises a bare Exception for anything wrong in the file
+            raise UserError(f"--tokenizer: '{location}' is not a tokenizer.json ({error})") from error
+    from transformers import AutoTokenizer
+
+    try:
+        if location.suffix == ".gguf":
+            tokenizer = AutoTokenizer.from_pretrained(str(location.parent), gguf_file=location.name)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(str(location), local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise UserError(f"--tokenizer: transformers cannot load '{location}': {error}") from error
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise UserError(
+            f"--tokenizer: '{location}' has no fast version ({type(tokenizer).__name__}); "
+            "convert it to a tokenizer.json, or give its sentencepiece .model file"
+        )
+    return backend, tokenizer.eos_token
+
+
+def _load_sentencepiece(location: Path, eod: str | None) -> tuple[TextTokenizer, str]:
+    """Returns the tokenizer and, in words, whose choice the end-of-document token is."""
+    import sentencepiece
+
+    try:
+        backend = sentencepiece.SentencePieceProcessor(model_file=str(location))
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"--tokenizer: '{location}' is not a sentencepiece model ({error})") from error
+    pieces = [backend.id_to_piece(i) for i in range(backend.get_piece_size())]
+    if eod is None:
+        if backend.eos_id() < 0:
+            raise UserError(
+                f"--tokenizer '{location}' has no end-of-sequence piece; choose the end-of-document piece "
+                "with --eod"
+            )
+        eod = pieces[backend.eos_id()]
+    if eod not in pieces:
+        special = [piece for i, piece in enumerate(pieces) if backend.is_control(i)]
+        raise UserError(f"--eod '{eod}' is not a piece of '{location}'{_suggest(eod, special)}")
+    vocabulary = ((piece, i) for i, piece in enumerate(pieces))
+    record = _record("sentencepiece", location, vocabulary, pieces.index(eod), eod)
+    return SentencePieceTokenizer(backend, record), "the model's own end-of-sequence piece"
+
+
+def _suggest(text: str, special: list[str]) -> str:
+    hint = nearest(text, special)
+    return hint or (f"; its special tokens: {', '.join(special[:8])}" if special else "")
+
+
+def _record(
+    kind: str, location: Path, vocabulary: Iterable[tuple[str, int]], eod_id: int, eod_token: str
+) -> TokenizerRecord:
+    """The identity of a vocabulary of (token, id) pairs, which may leave ids out."""
+    pairs = sorted((number, token) for token, number in vocabulary)
+    digest = hashlib.sha256()
+    for pair in pairs:
+        digest.update(json.dumps(pair).encode() + b"\n")
+    return TokenizerRecord(
+        kind=kind,
+        name=str(location),
+        sha256=digest.hexdigest(),
+        vocab_size=max(len(pairs), pairs[-1][0] + 1),
+        eod_id=eod_id,
+        eod_token=eod_token,
+    )
