@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -62,14 +63,21 @@ class AHACoreAttention(nn.Module):
     Args:
         config: Megatron-core's configuration.
         aha: window, sinks, router gradient mode and back end.
+        layer_number: from 1, over the whole model.
         softmax_scale: of the scores; None means ``head_dim ** -0.5``.
     """
 
     def __init__(
-        self, config: TransformerConfig, aha: AHAConfig, softmax_scale: float | None = None, **_: Any
+        self,
+        config: TransformerConfig,
+        aha: AHAConfig,
+        layer_number: int,
+        softmax_scale: float | None = None,
+        **_: Any,
     ) -> None:
         super().__init__()
         self.aha = aha
+        self.layer_number = layer_number
         self.softmax_scale = softmax_scale
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, route: Tensor, batch: PackedBatch) -> Tensor:
@@ -86,6 +94,9 @@ class AHACoreAttention(nn.Module):
             softmax_scale=self.softmax_scale,
             num_sink_tokens=self.aha.num_sink_tokens,
             router_grad=self.aha.router_grad,
+            router_seed=batch.router_seed,
+            layer=self.layer_number,
+            head_offset=query.size(1) * parallel_state.get_tensor_model_parallel_rank(),
             backend=self.aha.backend,
         )
         return out.squeeze(0)

@@ -24,6 +24,7 @@ class PackedBatch(PackedSeqParams):
         document_lengths: tokens of each document, on the host.
         loss_mask: 1 for tokens that carry loss, fp32 ``[tokens]``.
         router_loss_weight: derivative of the scaled training loss by one token-head's ``p``.
+        router_seed: of the sampled router gradient; differs between micro-batches.
         tracker: sums of ``p`` and of routes for reporting, or None.
         decided_routes: routes by layer number, kept between a recomputed layer's two passes so that a route is
             decided once; bool ``[tokens, local routers]``.
@@ -34,6 +35,7 @@ class PackedBatch(PackedSeqParams):
     document_lengths: list[int] = field(default_factory=list)
     loss_mask: Tensor = field(default_factory=lambda: torch.empty(0))
     router_loss_weight: float = 0.0
+    router_seed: int = 0
     tracker: UsageTracker | None = None
     decided_routes: dict[int, Tensor] = field(default_factory=dict)
 
@@ -45,6 +47,7 @@ def pack(
     *,
     device: torch.device,
     router_loss_weight: float = 0.0,
+    router_seed: int = 0,
     tracker: UsageTracker | None = None,
 ) -> PackedBatch:
     """Builds the layers' view of one micro-batch.
@@ -55,6 +58,7 @@ def pack(
         loss_mask: fp32 ``[tokens]``.
         device: where the layers run.
         router_loss_weight: see ``PackedBatch``.
+        router_seed: see ``PackedBatch``.
         tracker: where usage is summed up.
     """
     lengths = cu_seqlens.diff()
@@ -74,5 +78,6 @@ def pack(
         document_lengths=lengths.tolist(),
         loss_mask=loss_mask.to(device),
         router_loss_weight=router_loss_weight,
+        router_seed=router_seed,
         tracker=tracker,
     )

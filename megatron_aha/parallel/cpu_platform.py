@@ -2,7 +2,7 @@
 
 Megatron-core asks ``torch.cuda`` for the device and the random state in places that no option reaches. Here those
 few calls are answered by the CPU: the device is ``torch.device("cpu")``, the random state is the CPU generator's,
-and any factory call with ``device="cuda"`` lands on the CPU.
+any factory call with ``device="cuda"`` lands on the CPU and ``tensor.cuda()`` stays there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _installed_mode: _CudaMeansCpu | None = None
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Rewrites ``device="cuda"`` into ``device="cpu"`` for every torch function called under it."""
+    """Makes ``device="cuda"`` mean the CPU, and ``tensor.cuda()`` mean the tensor, for every torch function."""
 
     def __torch_function__(
         self,
@@ -28,6 +28,8 @@ class _CudaMeansCpu(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if func is Tensor.cuda:
+            return args[0]
         kwargs = dict(kwargs or {})
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":

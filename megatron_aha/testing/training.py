@@ -1,0 +1,106 @@
+"""Trains a tiny model in any layout and returns losses, and gradients and weights as global tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_aha.checkpoint.sharding import LocalParameter, local_parameters
+from megatron_aha.checkpoint.weights import initialise_weights
+from megatron_aha.config.run import RunConfig
+from megatron_aha.models import build_model
+from megatron_aha.parallel.layout import build_groups
+from megatron_aha.testing.tiny import tiny_micro_batches
+from megatron_aha.training.engine import StepResult, TrainingEngine, init_distributed
+
+
+@dataclass
+class TinyRun:
+    """What a tiny run did.
+
+    Attributes:
+        steps: result of each step.
+        gradients: global gradients of the last step before the optimizer's, on rank 0 of each replica.
+        weights: global weights after the last step.
+    """
+
+    steps: list[StepResult] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def start_tiny(config: RunConfig) -> TrainingEngine:
+    """Returns an engine with freshly drawn weights; torch.distributed must be initialised."""
+    init_distributed()
+    build_groups(config.parallel, config.training.seed)
+    model = build_model(config.model, config.aha, config.parallel, config.training)
+    initialise_weights(model, config.training.seed)
+    return TrainingEngine(model, config)
+
+
+def train_tiny(config: RunConfig, steps: int, *, masked: bool = True) -> TinyRun:
+    """Trains for some steps on the tiny batches; gradients are caught just before the last optimizer step."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+
+    engine = start_tiny(config)
+    run = TinyRun()
+    for step in range(1, steps + 1):
+        batches = tiny_micro_batches(
+            config,
+            step,
+            dp_rank=parallel_state.get_data_parallel_rank(),
+            dp_size=parallel_state.get_data_parallel_world_size(),
+            masked=masked,
+        )
+        if step == steps:
+            _catch_gradients(engine, run, safe_get_full_grad)
+        run.steps.append(engine.train_step(step, batches))
+
+    def weight(parameter: Tensor) -> Tensor:
+        full = safe_get_full_fp32_param(parameter)
+        return parameter.detach() if full is None else full
+
+    run.weights = gather_global(engine, weight)
+    return run
+
+
+def _catch_gradients(engine: TrainingEngine, run: TinyRun, get: Callable[[Tensor], Tensor | None]) -> None:
+    """Wraps DeepSpeed's step so that gradients are read when they are complete and not yet used."""
+    original = engine.deepspeed.step
+
+    def step(*args: Any, **kwargs: Any) -> None:
+        if engine.deepspeed.is_gradient_accumulation_boundary():
+            run.gradients = gather_global(engine, lambda parameter: get(parameter))
+        original(*args, **kwargs)
+
+    engine.deepspeed.step = step
+
+
+def gather_global(engine: TrainingEngine, read: Callable[[Tensor], Tensor | None]) -> dict[str, Tensor]:
+    """Returns global tensors by name, assembled from all ranks (a collective); fp32 on the CPU.
+
+    Args:
+        engine: whose parameters are read.
+        read: the full local tensor of a parameter.
+    """
+    mine: list[tuple[LocalParameter, Tensor]] = []
+    for local in local_parameters(engine.model):
+        value = read(local.parameter)
+        if value is not None:
+            mine.append((local, value.detach().float().cpu().clone()))
+    payload = [(x.name, x.shape, x.blocks, value) for x, value in mine]
+    gathered: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, payload)
+    whole: dict[str, Tensor] = {}
+    for part in gathered:
+        for name, shape, blocks, value in part:
+            target = whole.setdefault(name, torch.full(shape, float("nan")))
+            for block in blocks:
+                index = tuple(slice(a, a + n) for a, n in zip(block.start, block.shape, strict=True))
+                target[index] = value[block.local]
+    return whole

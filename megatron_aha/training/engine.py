@@ -1,0 +1,257 @@
+"""One optimizer step, one evaluation: our model on a DeepSpeed engine, with or without pipeline stages."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_aha.attention.packed import PackedBatch, pack
+from megatron_aha.attention.router import router_count
+from megatron_aha.attention.tracker import RouterStatistics, UsageTracker
+from megatron_aha.checkpoint.sharding import local_parameters
+from megatron_aha.config.run import RunConfig
+from megatron_aha.data.batches import MicroBatch
+from megatron_aha.errors import UserError
+from megatron_aha.models.gpt import AHAGPTModel
+from megatron_aha.parallel.layout import backend, device
+from megatron_aha.parallel.mpu import ModelParallelUnit
+from megatron_aha.training.deepspeed_config import deepspeed_config
+from megatron_aha.training.optimizer import build_optimizer, set_learning_rates
+
+
+@dataclass
+class StepResult:
+    """What one step did, equal on all ranks.
+
+    Attributes:
+        lm_loss: mean cross-entropy over the tokens that carry loss.
+        tokens: how many tokens carried loss.
+        router: what the routers did; None for a dense model.
+        grad_norm: global gradient norm before clipping; 0 for an evaluation.
+        learning_rates: by parameter group.
+    """
+
+    lm_loss: float
+    tokens: float
+    router: RouterStatistics | None
+    grad_norm: float
+    learning_rates: dict[str, float]
+
+
+def init_distributed() -> None:
+    """Joins the processes that the launcher started.
+
+    Raises:
+        UserError: deepspeed is not installed.
+    """
+    deepspeed = _deepspeed()
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    deepspeed.init_distributed(dist_backend=backend(), verbose=False)
+
+
+class TrainingEngine:
+    """The model, its optimizer and DeepSpeed's engine on this rank.
+
+    Losses are normalised by the tokens of the whole step before any averaging: both the LM loss and the router loss
+    are sums over this rank's tokens divided by the global count, times the data-parallel size over which DeepSpeed
+    averages. Neither depends on how the batch is cut.
+
+    Args:
+        model: with its weights in place.
+        config: of the run.
+    """
+
+    def __init__(self, model: AHAGPTModel, config: RunConfig) -> None:
+        self.config = config
+        self.model = model
+        self.data_parallel_size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        self.tracker = self._build_tracker()
+        _mark_tied_copy(model)
+        self.deepspeed, self.optimizer, _, _ = _deepspeed().initialize(
+            model=model,
+            optimizer=build_optimizer(model, config.aha, config.training),
+            mpu=ModelParallelUnit(),
+            config=deepspeed_config(config.training, self.data_parallel_size),
+            dist_init_required=False,
+        )
+
+    def train_step(self, step: int, micro_batches: list[MicroBatch]) -> StepResult:
+        """Runs one optimizer step (a collective).
+
+        Args:
+            step: number of the step, from 1; it sets the learning rate.
+            micro_batches: this data-parallel rank's part of the global batch.
+        """
+        self.deepspeed.train()
+        rates = set_learning_rates(self.deepspeed.optimizer, self.config.training, step)
+        tokens = self._count_tokens(micro_batches)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=device())
+        if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+            for index, micro_batch in enumerate(micro_batches):
+                loss = self._loss(micro_batch, tokens, loss_sum, seed=self._router_seed(step, index))
+                # The engine must not divide by the accumulation steps: the loss is already normalised.
+                self.deepspeed.backward(loss, scale_wrt_gas=False)
+                norm = self._unsharded_grad_norm()
+                self.deepspeed.step()
+        else:
+            norm = self._pipeline_step(step, micro_batches, tokens, loss_sum)
+        if norm is None:
+            norm = float(self.deepspeed.get_global_grad_norm())
+        return StepResult(
+            self._mean_loss(loss_sum, tokens), tokens, self._router_statistics(), norm, rates
+        )
+
+    def evaluate(self, batches: list[list[MicroBatch]]) -> StepResult:
+        """Returns loss and routes over several batches without training (a collective)."""
+        self.deepspeed.eval()
+        micro_batches = [micro_batch for batch in batches for micro_batch in batch]
+        tokens = self._count_tokens(micro_batches)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=device())
+        with torch.no_grad():
+            if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+                for micro_batch in micro_batches:
+                    self._loss(micro_batch, tokens, loss_sum)
+            else:
+                self._run_schedule(micro_batches, tokens, loss_sum, step=None)
+        return StepResult(self._mean_loss(loss_sum, tokens), tokens, self._router_statistics(), 0.0, {})
+
+    def _router_seed(self, step: int, index: int) -> int:
+        """Returns a seed of its own for each micro-batch of each data-parallel rank and step."""
+        per_step = self.config.training.global_batch_size
+        first = parallel_state.get_data_parallel_rank() * (per_step // self.data_parallel_size)
+        sample = step * per_step + first + index * self.config.training.micro_batch_size
+        return self.config.training.seed * 2**32 + sample
+
+    def _pack(self, micro_batch: MicroBatch, tokens: float, seed: int) -> PackedBatch:
+        weight = 0.0
+        if self.tracker is not None:
+            routers = self.tracker.sums.size(0) * self.tracker.sums.size(1)
+            weight = self.config.aha.loss_coefficient * self.data_parallel_size / (tokens * routers)
+        return pack(
+            micro_batch.position_ids,
+            micro_batch.cu_seqlens,
+            micro_batch.loss_mask,
+            device=device(),
+            router_loss_weight=weight,
+            router_seed=seed,
+            tracker=self.tracker,
+        )
+
+    def _loss(self, micro_batch: MicroBatch, tokens: float, loss_sum: Tensor, seed: int = 0) -> Tensor:
+        """Returns one micro-batch's share of the step's loss, times the data-parallel size."""
+        packed = self._pack(micro_batch, tokens, seed)
+        output = self.deepspeed(micro_batch.tokens.to(device()), packed, micro_batch.labels.to(device()))
+        return self._weigh(packed.loss_mask, tokens, loss_sum, output)[0]
+
+    def _weigh(
+        self, loss_mask: Tensor, tokens: float, loss_sum: Tensor, token_losses: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Returns the weighed loss in the form Megatron-core's schedules expect, and adds to ``loss_sum``."""
+        total = (token_losses.float() * loss_mask).sum()
+        loss_sum += total.detach().double()
+        return total * (self.data_parallel_size / tokens), loss_mask.sum().int(), {}
+
+    def _run_schedule(
+        self, micro_batches: list[MicroBatch], tokens: float, loss_sum: Tensor, step: int | None
+    ) -> None:
+        """Runs Megatron-core's pipeline schedule over the micro-batches, forward only when no step is given."""
+
+        def forward_step(
+            batches: Iterator[tuple[int, MicroBatch]], module: AHAGPTModel
+        ) -> tuple[Tensor, Any]:
+            index, micro_batch = next(batches)
+            packed = self._pack(micro_batch, tokens, 0 if step is None else self._router_seed(step, index))
+            output = module(micro_batch.tokens.to(device()), packed, micro_batch.labels.to(device()))
+            return output, partial(self._weigh, packed.loss_mask, tokens, loss_sum)
+
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=enumerate(micro_batches),
+            model=[self.deepspeed.module],
+            num_microbatches=len(micro_batches),
+            seq_length=micro_batches[0].tokens.numel(),
+            micro_batch_size=1,
+            forward_only=step is None,
+        )
+
+    def _pipeline_step(
+        self, step: int, micro_batches: list[MicroBatch], tokens: float, loss_sum: Tensor
+    ) -> float | None:
+        """Runs the schedule and the optimizer; Megatron-core owns the backward passes, DeepSpeed the rest."""
+        self.deepspeed.pipeline_parallelism = True
+        self.deepspeed.set_gradient_accumulation_boundary(False)
+        self._run_schedule(micro_batches, tokens, loss_sum, step)
+        self.deepspeed.set_gradient_accumulation_boundary(True)
+        self._sum_tied_gradients()
+        self.deepspeed.allreduce_gradients()
+        norm = self._unsharded_grad_norm()
+        self.deepspeed.step()
+        return norm
+
+    def _sum_tied_gradients(self) -> None:
+        """Adds the gradients of the first and last stage's copies of a tied embedding."""
+        stages_with_copy = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
+        if self.model.model_config.tied_embeddings and stages_with_copy:
+            weight = self.model.shared_embedding_or_output_weight()
+            if weight.grad is not None:
+                torch.distributed.all_reduce(weight.grad, group=parallel_state.get_embedding_group())
+
+    def _unsharded_grad_norm(self) -> float | None:
+        """Returns the global gradient norm under ZeRO-0, where DeepSpeed reports none; None otherwise."""
+        if self.config.training.zero_stage > 0 or not self.deepspeed.is_gradient_accumulation_boundary():
+            return None
+        squares = torch.zeros((), dtype=torch.float64, device=device())
+        for local in local_parameters(self.model):
+            counted = local.owned and (
+                not local.replicated or parallel_state.get_tensor_model_parallel_rank() == 0
+            )
+            if counted and local.parameter.grad is not None:
+                squares += local.parameter.grad.double().square().sum()
+        torch.distributed.all_reduce(squares, group=parallel_state.get_model_parallel_group())
+        return float(squares.sqrt())
+
+    def _build_tracker(self) -> UsageTracker | None:
+        aha, model = self.config.aha, self.config.model
+        if not aha.enabled:
+            return None
+        routers = router_count(aha, model.num_attention_heads, model.num_query_groups)
+        return UsageTracker(model.num_layers, routers, device())
+
+    def _router_statistics(self) -> RouterStatistics | None:
+        return None if self.tracker is None else self.tracker.reduce()
+
+    def _count_tokens(self, micro_batches: list[MicroBatch]) -> float:
+        """Returns the tokens that carry loss over all data-parallel ranks, at least 1."""
+        count = torch.zeros((), dtype=torch.float64, device=device())
+        for micro_batch in micro_batches:
+            count += float(micro_batch.loss_mask.double().sum())
+        torch.distributed.all_reduce(count, group=parallel_state.get_data_parallel_group())
+        return max(float(count), 1.0)
+
+    def _mean_loss(self, loss_sum: Tensor, tokens: float) -> float:
+        """Returns the mean loss on all ranks; tensor-parallel ranks hold copies, earlier stages hold zero."""
+        torch.distributed.all_reduce(loss_sum)
+        return float(loss_sum) / parallel_state.get_tensor_model_parallel_world_size() / tokens
+
+
+def _mark_tied_copy(model: AHAGPTModel) -> None:
+    """Tells DeepSpeed's gradient norm that the last stage's copy of a tied embedding is counted elsewhere."""
+    for local in local_parameters(model):
+        if not local.owned:
+            local.parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
+
+
+def _deepspeed() -> Any:
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise UserError("deepspeed is not installed; install it with: pip install 'deepspeed>=0.19,<0.20'") from error
+    return deepspeed

@@ -1,0 +1,50 @@
+"""AdamW over three groups of parameters: matrices, norms, and routers with a rate and decay of their own."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_aha.config.aha import AHAConfig
+from megatron_aha.config.training import TrainingConfig
+from megatron_aha.models.gpt import AHAGPTModel
+from megatron_aha.training.schedule import learning_rate
+
+
+def build_optimizer(model: AHAGPTModel, aha: AHAConfig, training: TrainingConfig) -> torch.optim.AdamW:
+    """Returns AdamW with the groups ``matrices``, ``norms`` (no weight decay) and ``router``; empty ones are left out.
+
+    With ``training.freeze_model`` only the routers are trained.
+    """
+    groups: dict[str, list[torch.nn.Parameter]] = {"matrices": [], "norms": [], "router": []}
+    for name, parameter in model.named_parameters():
+        if ".router." in name:
+            groups["router"].append(parameter)
+        elif training.freeze_model:
+            parameter.requires_grad_(False)
+        else:
+            groups["norms" if parameter.dim() == 1 else "matrices"].append(parameter)
+    decay = {"matrices": training.weight_decay, "norms": 0.0, "router": aha.weight_decay}
+    peak = {"matrices": training.lr, "norms": training.lr, "router": training.lr if aha.lr is None else aha.lr}
+    return torch.optim.AdamW(
+        [
+            {"params": parameters, "name": name, "weight_decay": decay[name], "peak_lr": peak[name]}
+            for name, parameters in groups.items()
+            if parameters
+        ],
+        lr=training.lr,
+        betas=(training.adam_beta1, training.adam_beta2),
+        eps=training.adam_eps,
+    )
+
+
+def set_learning_rates(optimizer: torch.optim.Optimizer, training: TrainingConfig, step: int) -> dict[str, float]:
+    """Sets each group's rate for a step (from 1) and returns the rates by group name.
+
+    Routers follow the model's schedule, scaled to their own peak.
+    """
+    rate = learning_rate(training, step)
+    rates = {}
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["peak_lr"] / training.lr
+        rates[group["name"]] = group["lr"]
+    return rates
