@@ -29,11 +29,16 @@ class BatchArithmetic:
 
 
 def expected_world_size(config: RunConfig) -> int:
-    """Returns the ranks of the run: nodes x ranks per node if both are stated, else the launcher's, else 1."""
+    """Returns the ranks of the run, before it has started.
+
+    That is nodes x ranks per node when both are stated, else what the launcher says, else the fewest that
+    hold the model.
+    """
     nodes, per_node = config.parallel.nodes, config.parallel.ranks_per_node
     if nodes is not None and per_node is not None:
         return nodes * per_node
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    launched = os.environ.get("WORLD_SIZE")
+    return int(launched) if launched else model_parallel_size(config)
 
 
 def batch_arithmetic(config: RunConfig, world_size: int) -> BatchArithmetic:
