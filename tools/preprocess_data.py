@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import sys
+
 from megatron_aha.data.preprocess_cli import main
+from megatron_aha.entry import run_and_exit
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_and_exit(main, sys.argv[1:])

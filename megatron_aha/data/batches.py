@@ -12,8 +12,8 @@ from megatron.core.datasets.utils import Split
 from torch import Tensor
 
 from megatron_aha.config.run import RunConfig
-from megatron_aha.data.blend import parse_blend, parse_split
-from megatron_aha.data.checks import CheckedBlend, agree, check_blend
+from megatron_aha.data.agree import agree
+from megatron_aha.data.checks import SplitPlan, check_model_tokenizer, plan_splits
 from megatron_aha.data.datasets import SplitRequest, SplitUse, build_split
 from megatron_aha.errors import UserError
 
@@ -149,65 +149,34 @@ def build_batch_sources(
         UserError: data that is missing, damaged, made for another vocabulary, or too little for a split.
     """
     data, training = config.data, config.training
-    evaluates = training.eval_interval > 0
-    checked = agree(lambda: _checked(data.blend, "--data.blend", config.model.vocab_size))
-    train_share, valid_share, _ = agree(lambda: parse_split(data.split))
-    valid_data = checked
-    valid_bounds, valid_option = (train_share, train_share + valid_share), f"--data.split {data.split}"
-    if data.valid_blend:
-        valid_data = agree(lambda: _checked(data.valid_blend, "--data.valid_blend", config.model.vocab_size))
-        valid_bounds, valid_option = (0.0, 1.0), "--data.valid_blend"
-        agree(lambda: _refuse_two_validation_sets(valid_share, data.split, checked, valid_data))
+    # Rank 0 reads the files whole, for their checksums; the others look at sizes.
+    is_first = dist.get_rank() == 0
+    train_plan, valid_plan = agree(lambda: plan_splits(config, contents=is_first))
+    checkpoint = config.checkpoint.init_from
+    if checkpoint:
+        agree(lambda: check_model_tokenizer(checkpoint, train_plan) if is_first else None)
 
-    def source(split: Split, blend: CheckedBlend, bounds: tuple[float, float], option: str) -> BatchSource:
-        steps = training.train_steps if split is Split.train else training.eval_steps
+    def source(plan: SplitPlan, split: Split, steps: int) -> BatchSource:
         request = SplitRequest(
-            data=blend,
+            plan=plan,
             split=split,
-            bounds=bounds,
             samples=steps * training.global_batch_size,
             seq_length=data.seq_length,
             seed=training.seed,
             eod_mask_loss=data.eod_mask_loss,
-            option=option,
         )
         dataset, uses = build_split(request, data.cache_dir)
         return BatchSource(
             dataset,
-            blend.eod_id,
+            plan.data.eod_id,
             micro_batch_size=training.micro_batch_size,
             global_batch_size=training.global_batch_size,
             dp_rank=dp_rank,
             dp_size=dp_size,
             reset_position_ids=data.reset_position_ids,
             uses=uses,
-            fingerprint=blend.fingerprint,
+            fingerprint=plan.data.fingerprint,
         )
 
-    train = source(Split.train, checked, (0.0, train_share), f"--data.split {data.split}")
-    if not evaluates:
-        return train, None
-    return train, source(Split.valid, valid_data, valid_bounds, valid_option)
-
-
-def _checked(items: Sequence[str], option: str, vocab_size: int) -> CheckedBlend:
-    """Checks one blend; rank 0 reads the files whole, for checksums, the others look at sizes."""
-    return check_blend(parse_blend(items, option), vocab_size, contents=dist.get_rank() == 0)
-
-
-def _refuse_two_validation_sets(
-    valid_share: float, split: str, train: CheckedBlend, valid: CheckedBlend
-) -> None:
-    if valid_share > 0:
-        raise UserError(
-            f"--data.valid_blend gives the validation data, but --data.split {split} keeps a share of "
-            "--data.blend for validation too; write --data.split 100,0,0"
-        )
-    if (
-        train.sidecars[0].tokenizer.sha256 != valid.sidecars[0].tokenizer.sha256
-        or train.eod_id != valid.eod_id
-    ):
-        raise UserError(
-            f"--data.valid_blend was made with tokenizer '{valid.sidecars[0].tokenizer.name}', --data.blend "
-            f"with '{train.sidecars[0].tokenizer.name}'; preprocess both with one tokenizer"
-        )
+    train = source(train_plan, Split.train, training.train_steps)
+    return train, source(valid_plan, Split.valid, training.eval_steps) if valid_plan else None

@@ -21,8 +21,9 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 
+from megatron_aha.data.agree import agree
 from megatron_aha.data.blend import dataset_name
-from megatron_aha.data.checks import CheckedBlend, agree
+from megatron_aha.data.checks import SplitPlan
 from megatron_aha.errors import UserError
 
 # Megatron-core's own default: room for a blend that draws a little more from one dataset than its share.
@@ -61,24 +62,20 @@ class SplitRequest:
     """What to build.
 
     Args:
-        data: the checked datasets.
-        split: which split it is; it only names the indices.
-        bounds: share of each dataset's documents where the split begins and ends, in 0..1.
+        plan: the datasets and their documents.
+        split: under which of Megatron-core's names.
         samples: samples the run will read.
         seq_length: tokens of a sample.
         seed: of the order of documents and samples.
         eod_mask_loss: end-of-document tokens carry no loss as inputs.
-        option: the option that chose the documents, as typed.
     """
 
-    data: CheckedBlend
+    plan: SplitPlan
     split: Split
-    bounds: tuple[float, float]
     samples: int
     seq_length: int
     seed: int
     eod_mask_loss: bool
-    option: str
 
 
 class _Vocabulary:
@@ -107,20 +104,19 @@ def build_split(request: SplitRequest, cache_dir: str | None) -> tuple[Any, list
         one entry per prefix.
 
     Raises:
-        UserError: a dataset gives the split no document, or the cache directory cannot be written.
+        UserError: the cache directory cannot be written.
     """
-    lengths = agree(lambda: _split_lengths(request))
-    prefixes = list(request.data.blend.prefixes)
-    weights = request.data.blend.weights or tuple(float(length.sum()) for length in lengths)
+    data, bounds = request.plan.data, request.plan.bounds
+    lengths = _split_lengths(request.plan)
+    prefixes = list(data.blend.prefixes)
+    weights = data.blend.weights or tuple(float(length.sum()) for length in lengths)
     config = GPTDatasetConfig(
         random_seed=request.seed,
         sequence_length=request.seq_length,
         blend=(prefixes, list(weights) if len(prefixes) > 1 else None),
         split="1,0,0",
         path_to_cache=None,
-        tokenizer=_Vocabulary(
-            request.data.sidecars[0].tokenizer.vocab_size, request.data.eod_id, request.data.fingerprint
-        ),
+        tokenizer=_Vocabulary(data.sidecars[0].tokenizer.vocab_size, data.eod_id, data.fingerprint),
         mid_level_dataset_surplus=_surplus(weights, request.samples),
         reset_position_ids=False,
         reset_attention_mask=False,
@@ -128,8 +124,8 @@ def build_split(request: SplitRequest, cache_dir: str | None) -> tuple[Any, list
         create_attention_mask=False,
     )
     # Only this split is built: an empty one would make Megatron-core count epochs for ever.
-    config.split = f"{request.bounds[0]}..{request.bounds[1]}"
-    config.split_matrix = [request.bounds if split is request.split else None for split in Split]
+    config.split = f"{bounds[0]}..{bounds[1]}"
+    config.split_matrix = [bounds if split is request.split else None for split in Split]
     sizes = [request.samples if split is request.split else 0 for split in Split]
 
     final = _cache_directory(request, weights, cache_dir)
@@ -143,17 +139,10 @@ def build_split(request: SplitRequest, cache_dir: str | None) -> tuple[Any, list
     return dataset, _use(request, dataset, lengths)
 
 
-def _split_lengths(request: SplitRequest) -> list[np.ndarray]:
-    """Tokens of each document of the split, per dataset, by the rounding that Megatron-core uses."""
+def _split_lengths(plan: SplitPlan) -> list[np.ndarray]:
+    """Tokens of each document of the split, per dataset."""
     lengths = []
-    for prefix, sidecar in zip(request.data.blend.prefixes, request.data.sidecars, strict=True):
-        begin, end = (int(round(bound * float(sidecar.documents))) for bound in request.bounds)
-        if begin >= end:
-            raise UserError(
-                f"{request.option}: the {request.split.name} split gets none of the {sidecar.documents} "
-                f"documents of '{prefix}'; give it a larger share, preprocess more documents, or turn "
-                "evaluation off with --training.eval_interval 0"
-            )
+    for prefix, (begin, end) in zip(plan.data.blend.prefixes, plan.documents, strict=True):
         # Kept alive until copied: it closes the memory map under its views when it goes.
         dataset = IndexedDataset(prefix)
         lengths.append(dataset.sequence_lengths[begin:end].copy())
@@ -178,17 +167,17 @@ def _cache_directory(request: SplitRequest, weights: Sequence[float], cache_dir:
     """The directory of this split's indices; everything that shapes them is in its name."""
     key = json.dumps(
         {
-            "data": request.data.fingerprint,
-            "prefixes": request.data.blend.prefixes,
+            "data": request.plan.data.fingerprint,
+            "prefixes": request.plan.data.blend.prefixes,
             "weights": weights,
             "split": request.split.name,
-            "bounds": request.bounds,
+            "bounds": request.plan.bounds,
             "samples": request.samples,
             "seq_length": request.seq_length,
             "seed": request.seed,
         }
     )
-    root = Path(cache_dir) if cache_dir else Path(request.data.blend.prefixes[0]).parent / "index_cache"
+    root = Path(cache_dir) if cache_dir else Path(request.plan.data.blend.prefixes[0]).parent / "index_cache"
 
     def writable() -> None:
         try:
@@ -219,7 +208,7 @@ def _use(request: SplitRequest, dataset: Any, lengths: list[np.ndarray]) -> list
     else:
         counts = [request.samples]
     uses = []
-    for prefix, length, samples in zip(request.data.blend.prefixes, lengths, counts, strict=True):
+    for prefix, length, samples in zip(request.plan.data.blend.prefixes, lengths, counts, strict=True):
         tokens = int(length.sum())
         # The last sample needs one token more than it has: its labels are shifted by one.
         needed = samples * request.seq_length + 1 if samples else 0

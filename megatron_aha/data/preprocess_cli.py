@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import sys
 from collections.abc import Sequence
 from types import FrameType
 
@@ -18,27 +17,19 @@ _EXAMPLE = """example:
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs preprocessing; returns the exit status: 0, or 2 for something the user can mend."""
+def main(arguments: Sequence[str]) -> None:
+    """Runs preprocessing.
+
+    Raises:
+        UserError: something the user can mend; nothing was written.
+    """
     options = _parser().parse_args(arguments)
+    if options.workers < 1:
+        raise UserError(f"--workers {options.workers} must be at least 1")
     signal.signal(signal.SIGTERM, _stop)
-    try:
-        _run(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"interrupted: '{options.output}' was not written", file=sys.stderr)
-        return 130
-    return 0
-
-
-def _run(options: argparse.Namespace) -> None:
     from megatron_aha.data.preprocess import PreprocessOptions, preprocess
     from megatron_aha.hf.tokenizer import load_tokenizer
 
-    if options.workers < 1:
-        raise UserError(f"--workers {options.workers} must be at least 1")
     tokenizer = load_tokenizer(options.tokenizer, options.eod)
     preprocess(
         PreprocessOptions(

@@ -14,6 +14,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatron_aha.entry import run_and_exit
 from megatron_aha.errors import UserError
 
 # Tests repeat each other and their subject; installed packages are not the standard library.
@@ -53,8 +54,8 @@ def is_held_out(text: str, share: float) -> bool:
     return int.from_bytes(digest[:8]) < share * 2**64
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes the two files; returns the exit status."""
+def main(arguments: Sequence[str]) -> None:
+    """Writes the files. Raises UserError when the library's sources are not installed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", required=True, help="JSON lines of the training documents")
     parser.add_argument("--held-out-output", help="JSON lines of the held-out documents")
@@ -64,17 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not 0 <= options.held_out < 1:
         parser.error(f"--held-out {options.held_out} must be at least 0 and below 1")
-    try:
-        documents = standard_library()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    documents = standard_library()
     held_out = [document for document in documents if is_held_out(document[1], options.held_out)]
     training = [document for document in documents if not is_held_out(document[1], options.held_out)]
     _write(options.output, training)
     if options.held_out_output:
         _write(options.held_out_output, held_out)
-    return 0
 
 
 def _write(name: str, documents: list[tuple[str, str]]) -> None:
@@ -94,4 +90,4 @@ def _lines(documents: list[tuple[str, str]]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_and_exit(main, sys.argv[1:])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import numpy as np
 
@@ -32,7 +33,9 @@ class DatasetWriter:
         self._dtype = np.uint16 if tokenizer.vocab_size <= np.iinfo(np.uint16).max + 1 else np.int32
         target = Path(prefix)
         target.parent.mkdir(parents=True, exist_ok=True)
-        self._temporary = str(target.with_name(f".{target.name}.tmp-{os.getpid()}"))
+        # The same name every time: what a killed run left behind is written over.
+        self._temporary = str(target.with_name(f".{target.name}.unfinished"))
+        self._lock = self._exclusive()
         self._builder = IndexedDatasetBuilder(self._temporary + ".bin", dtype=self._dtype)
         self._documents = 0
         self._tokens = 0
@@ -93,6 +96,18 @@ class DatasetWriter:
         write_sidecar(self._prefix, sidecar)
         return sidecar
 
+    def _exclusive(self) -> IO[bytes]:
+        """Keeps a second run from writing the same dataset at the same time."""
+        lock = open(self._temporary + ".bin", "ab")  # noqa: SIM115 (open as long as the writer)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.close()
+            raise UserError(
+                f"another run is writing dataset '{self._prefix}' now; wait for it or name another prefix"
+            ) from error
+        return lock
+
     def __enter__(self) -> Self:
         return self
 
@@ -100,5 +115,6 @@ class DatasetWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._builder.data_file.close()
+        self._lock.close()
         for suffix in (".bin", ".idx"):
             Path(self._temporary + suffix).unlink(missing_ok=True)

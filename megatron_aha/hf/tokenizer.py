@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -95,6 +95,30 @@ def load_tokenizer(path: str, eod: str | None = None, say: Callable[[str], None]
     return tokenizer
 
 
+def checkpoint_digests(checkpoint: str) -> Iterator[str]:
+    """Yields the digests that the tokenizer carried by a checkpoint of ours may have, the cheap one first.
+
+    A ``tokenizer.json`` alone is read in a moment; only transformers knows what a ``tokenizer_config.json``
+    beside it adds. Nothing is yielded for a checkpoint without a tokenizer.
+    """
+    source = _step_folder(Path(checkpoint)) / "source"
+    if (source / "tokenizer.json").is_file():
+        backend, _ = _fast_backend(source / "tokenizer.json")
+        yield _digest(backend.get_vocab(with_added_tokens=True).items())
+    if (source / "tokenizer_config.json").is_file():
+        backend, _ = _fast_backend(source)
+        yield _digest(backend.get_vocab(with_added_tokens=True).items())
+    for model in sorted(source.glob("*.model")):
+        tokenizer, _ = _load_sentencepiece(model, None)
+        yield tokenizer.record.sha256
+
+
+def _step_folder(path: Path) -> Path:
+    """The folder of a checkpoint's latest step, or the folder itself."""
+    latest = path / "latest"
+    return path / latest.read_text().strip() if latest.is_file() else path
+
+
 def _locate(path: Path) -> Path:
     """The file or folder that holds the tokenizer itself."""
     if not path.exists():
@@ -109,8 +133,7 @@ def _locate(path: Path) -> Path:
                 ".model file"
             )
         return path
-    latest = path / "latest"
-    step = path / latest.read_text().strip() if latest.is_file() else path
+    step = _step_folder(path)
     if (step / "index.json").is_file():
         if not (step / "source").is_dir():
             raise UserError(
@@ -213,15 +236,20 @@ def _record(
     kind: str, location: Path, vocabulary: Iterable[tuple[str, int]], eod_id: int, eod_token: str
 ) -> TokenizerRecord:
     """The identity of a vocabulary of (token, id) pairs, which may leave ids out."""
-    pairs = sorted((number, token) for token, number in vocabulary)
-    digest = hashlib.sha256()
-    for pair in pairs:
-        digest.update(json.dumps(pair).encode() + b"\n")
+    pairs = list(vocabulary)
     return TokenizerRecord(
         kind=kind,
         name=str(location),
-        sha256=digest.hexdigest(),
-        vocab_size=max(len(pairs), pairs[-1][0] + 1),
+        sha256=_digest(pairs),
+        vocab_size=max(len(pairs), 1 + max(number for _, number in pairs)),
         eod_id=eod_id,
         eod_token=eod_token,
     )
+
+
+def _digest(vocabulary: Iterable[tuple[str, int]]) -> str:
+    """SHA-256 of the (token, id) pairs, in the order of the ids."""
+    digest = hashlib.sha256()
+    for number, token in sorted((number, token) for token, number in vocabulary):
+        digest.update(json.dumps([number, token]).encode() + b"\n")
+    return digest.hexdigest()
