@@ -1,0 +1,1 @@
+"""The modelling code that exported models carry: it needs torch and transformers, nothing of ours."""

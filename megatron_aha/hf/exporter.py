@@ -1,0 +1,130 @@
+"""From a checkpoint of ours to a folder that transformers loads: plain Llama, or with our modelling code."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from megatron_aha.checkpoint.atomic import disk_errors, replace_folder
+from megatron_aha.checkpoint.format import CheckpointReader
+from megatron_aha.checkpoint.index import dtype_name
+from megatron_aha.errors import UserError
+from megatron_aha.hf import exported
+from megatron_aha.hf.llama import write_config
+from megatron_aha.hf.mapping import Weight, weights
+from megatron_aha.hf.shards import write_shards
+from megatron_aha.hf.source import CONFIG_FILE, GENERATION_FILE, read_json
+
+SHARD_BYTES = 5 * 10**9
+MODEL_CODE = ("configuration_llama_aha.py", "modeling_llama_aha.py")
+
+
+def export_checkpoint(
+    checkpoint: str | Path,
+    output: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    check: bool = True,
+    say: Callable[[str], None] = print,
+) -> Path:
+    """Writes a Hugging Face folder from a checkpoint, and compares the logits in a fresh process.
+
+    Args:
+        checkpoint: run folder or step folder.
+        output: folder to write; it must be absent, empty, or an earlier export.
+        dtype: of the written weights; None keeps each as it is.
+        shard_bytes: largest size of a safetensors file.
+        check: compare the logits of both models before the folder gets its name.
+        say: told what is done and found.
+
+    Returns:
+        The folder; nothing but torch and transformers is needed to load it.
+
+    Raises:
+        UserError: the checkpoint is incomplete, the output is in use, or the logits differ (nothing is left
+            then).
+    """
+    output = Path(output)
+    reader = CheckpointReader(checkpoint)
+    _check_output(output)
+    plan = list(weights(reader.model, reader.aha))
+    _check_plan(reader, plan)
+    kind = "dense" if reader.aha is None or not reader.aha.enabled else f"AHA, window {reader.aha.window}"
+    say(f"exporting {reader.folder}: {reader.model.num_layers} layers, {kind}")
+    temporary = output.with_name(f".tmp-{output.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        with disk_errors(temporary):
+            temporary.mkdir(parents=True)
+            _write_companions(reader, temporary, dtype)
+        write_shards(temporary, _read(reader, plan, dtype), shard_bytes)
+        if check:
+            # Megatron-core takes seconds to import: what is wrong with a checkpoint is told before
+            from megatron_aha.hf.check import check_export
+
+            say(f"logits: {check_export(reader, temporary, dtype)}")
+        replace_folder(temporary, output)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    say(f"wrote {output}")
+    return output
+
+
+def _check_output(output: Path) -> None:
+    if output.is_file() or (
+        output.is_dir() and any(output.iterdir()) and not (output / CONFIG_FILE).exists()
+    ):
+        raise UserError(f"--output {output} exists and is no exported model; choose another folder")
+
+
+def _check_plan(reader: CheckpointReader, plan: list[Weight]) -> None:
+    """Raises UserError when the checkpoint lacks a weight, or holds one that would be left behind."""
+    wanted, available = {weight.ours for weight in plan}, set(reader.weight_names())
+    if wanted - available:
+        raise UserError(f"checkpoint {reader.folder} lacks the weight '{min(wanted - available)}'")
+    if available - wanted:
+        raise UserError(
+            f"checkpoint {reader.folder} holds '{min(available - wanted)}', which its model does not have"
+        )
+
+
+def _read(
+    reader: CheckpointReader, plan: list[Weight], dtype: torch.dtype | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields names and values of their weights, each read when it is asked for."""
+    for weight in tqdm(plan, desc="export", unit="weight", leave=False, disable=None):
+        whole = reader.read(weight.ours, dtype=dtype)
+        # Parts of one storage: safetensors wants each in its own.
+        parts = [part.clone() for part in weight.rule.split(whole, reader.model)]
+        yield from zip(weight.theirs, parts, strict=True)
+
+
+def _write_companions(reader: CheckpointReader, folder: Path, dtype: torch.dtype | None) -> None:
+    """Writes configuration, generation configuration, tokenizer and, for AHA, the modelling code."""
+    source: dict[str, Any] = {}
+    if reader.source_dir is not None:
+        shutil.copytree(reader.source_dir, folder, dirs_exist_ok=True)
+        if (folder / CONFIG_FILE).exists():
+            source = read_json(folder / CONFIG_FILE)
+    stored = dtype or reader.dtype("embedding.word_embeddings.weight")
+    config = write_config(reader.model, reader.aha, dtype_name(stored), source)
+    _write_json(folder / CONFIG_FILE, config)
+    if not (folder / GENERATION_FILE).exists():
+        ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        known = {key: value for key, value in ids.items() if value is not None}
+        _write_json(folder / GENERATION_FILE, {"_from_model_config": True, **known})
+    if "auto_map" in config:
+        for name in MODEL_CODE:
+            shutil.copyfile(Path(exported.__file__).with_name(name), folder / name)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

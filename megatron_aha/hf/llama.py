@@ -1,0 +1,141 @@
+"""The Llama family's configuration: theirs to ours, refusing what our model does not compute, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_aha.config.aha import AHAConfig
+from megatron_aha.config.model import ModelConfig
+from megatron_aha.errors import UserError, nearest
+from megatron_aha.hf.rope import read_rope, write_rope
+
+DENSE = "LlamaForCausalLM"
+AHA = "LlamaAHAForCausalLM"
+ARCHITECTURES = (DENSE, AHA, "MistralForCausalLM")
+
+# Options of a source that would change the computation, with the values that do not.
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "hidden_act": ("silu", None),
+    "quantization_config": (None,),
+}
+
+# What is carried from the source's configuration to the exported one.
+_CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "pretraining_tp")
+
+
+def read_config(config: dict[str, Any]) -> tuple[ModelConfig, AHAConfig | None]:
+    """Returns the model's sizes, and its attention variant when the source has routers.
+
+    Raises:
+        UserError: the architecture or an option is not supported, or a size is missing; nothing was read yet.
+    """
+    architecture = check_architecture(config)
+    for option, allowed in _REFUSED.items():
+        if config.get(option) not in allowed:
+            raise UserError(f"the source's {option} = {config[option]!r} is not supported for {architecture}")
+    if architecture == "MistralForCausalLM" and config.get("sliding_window") is not None:
+        raise UserError(
+            f"the source's sliding_window = {config['sliding_window']} is not supported for {architecture}: "
+            "its layers are windowed already"
+        )
+
+    def size(key: str) -> int:
+        if not isinstance(config.get(key), int):
+            raise UserError(f"the source's config.json gives no {key}, found {config.get(key)!r}")
+        return int(config[key])
+
+    heads = size("num_attention_heads")
+    theta, scaling = read_rope(config)
+    model = ModelConfig(
+        family="llama",
+        num_layers=size("num_hidden_layers"),
+        hidden_size=size("hidden_size"),
+        ffn_hidden_size=size("intermediate_size"),
+        num_attention_heads=heads,
+        num_query_groups=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or size("hidden_size") // heads,
+        vocab_size=size("vocab_size"),
+        max_position_embeddings=size("max_position_embeddings"),
+        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        init_std=float(config.get("initializer_range", 0.02)),
+        attention_dropout=float(config.get("attention_dropout") or 0.0),
+    )
+    if architecture != AHA:
+        return model, None
+    return model, AHAConfig(
+        window=config["aha_window"],
+        num_sink_tokens=config["aha_num_sink_tokens"],
+        granularity=config["aha_granularity"],
+        bias=config["aha_bias"],
+        loss_coefficient=config["aha_loss_coefficient"],
+    )
+
+
+def check_architecture(config: dict[str, Any]) -> str:
+    """Returns the source's architecture. Raises UserError when it is not one of ours, or not named."""
+    named = config.get("architectures") or []
+    architecture = str(named[0]) if named else ""
+    if architecture not in ARCHITECTURES:
+        raise UserError(
+            f"architecture '{architecture or config.get('model_type', 'unknown')}' is not supported; "
+            f"supported are {', '.join(ARCHITECTURES)}{nearest(architecture, ARCHITECTURES)}"
+        )
+    return architecture
+
+
+def write_config(
+    model: ModelConfig, aha: AHAConfig | None, dtype: str, source: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns the content of ``config.json`` for transformers 4.57 and 5.
+
+    Args:
+        model: sizes of the decoder.
+        aha: the attention variant, or None for a dense model.
+        dtype: of the weights, ``bfloat16``.
+        source: the configuration the model was imported from, for token ids; empty when there was none.
+    """
+    routed = aha is not None and aha.enabled
+    # transformers' own defaults for the ids would name tokens that the model may not have
+    ids = {key: None for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    config: dict[str, Any] = {
+        **ids,
+        **{key: source[key] for key in _CARRIED if key in source},
+        "architectures": [AHA if routed else DENSE],
+        "model_type": "llama_aha" if routed else "llama",
+        "dtype": dtype,
+        "num_hidden_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_query_groups,
+        "head_dim": model.head_dim,
+        "vocab_size": model.vocab_size,
+        "max_position_embeddings": model.max_position_embeddings,
+        "rms_norm_eps": model.rms_norm_eps,
+        **write_rope(model.rope_theta, model.rope_scaling),
+        "tie_word_embeddings": model.tied_embeddings,
+        "initializer_range": model.init_std,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": model.attention_dropout,
+        "mlp_bias": False,
+    }
+    if routed and aha is not None:
+        config |= {
+            "auto_map": {
+                "AutoConfig": "configuration_llama_aha.LlamaAHAConfig",
+                "AutoModel": "modeling_llama_aha.LlamaAHAModel",
+                "AutoModelForCausalLM": f"modeling_llama_aha.{AHA}",
+            },
+            "aha_window": aha.window,
+            "aha_num_sink_tokens": aha.num_sink_tokens,
+            "aha_granularity": aha.granularity,
+            "aha_bias": aha.bias,
+            "aha_loss_coefficient": aha.loss_coefficient,
+        }
+    return config

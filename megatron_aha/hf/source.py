@@ -1,0 +1,226 @@
+"""Where weights come from: a Hugging Face folder with safetensors, or a GGUF file read by transformers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_aha.errors import UserError
+from megatron_aha.hf.llama import AHA, check_architecture
+
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+WEIGHTS_FILE = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+
+# Everything of a source that an export must be able to give back beside weights.
+CARRIED_FILES = (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    "tokenizer*",
+    "*.model",
+    "*.tiktoken",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "additional_chat_templates/*",
+    "LICENSE*",
+    "NOTICE*",
+)
+
+
+class Source(Protocol):
+    """A model to import."""
+
+    config: dict[str, Any]
+
+    def names(self) -> Sequence[str]:
+        """Returns the names of all weights."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns a weight's shape without reading it."""
+
+    def read(self, name: str) -> Tensor:
+        """Returns one weight as it is stored."""
+
+    def carry(self, folder: Path) -> None:
+        """Writes tokenizer, chat template, generation config and config into an empty folder."""
+
+    def reference(self) -> Any:
+        """Returns transformers' own model in fp32, for the logits check."""
+
+
+class FolderSource:
+    """A folder as ``save_pretrained`` writes it.
+
+    Raises:
+        UserError: config or weights are missing, the index names files or tensors that are not there, or the
+            architecture is unknown.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config = read_json(folder / CONFIG_FILE)
+        check_architecture(self.config)
+        self._files = self._locate()
+        self._handles: dict[str, Any] = {}
+
+    def _locate(self) -> dict[str, str]:
+        """Returns the file of each weight."""
+        single, index = self.folder / WEIGHTS_FILE, self.folder / WEIGHTS_INDEX
+        if index.exists():
+            located = dict(read_json(index)["weight_map"])
+        elif single.exists():
+            with _open(single) as handle:
+                return dict.fromkeys(handle.keys(), WEIGHTS_FILE)
+        else:
+            others = sorted(path.name for path in self.folder.glob("*.bin"))
+            found = (
+                f"; {others[0]} is a pickle, which is not read: convert it with safetensors" if others else ""
+            )
+            raise UserError(f"{self.folder} holds neither {WEIGHTS_FILE} nor {WEIGHTS_INDEX}{found}")
+        for file in sorted(set(located.values())):
+            if not (self.folder / file).is_file():
+                raise UserError(f"{index} names {file}, which is missing: download or copy the folder again")
+            with _open(self.folder / file) as handle:
+                held = set(handle.keys())
+            lacking = sorted(name for name, where in located.items() if where == file and name not in held)
+            if lacking:
+                raise UserError(f"{index} says that {file} holds '{lacking[0]}', but it does not")
+        return located
+
+    def names(self) -> Sequence[str]:
+        return list(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._handle(name).get_slice(name).get_shape())
+
+    def read(self, name: str) -> Tensor:
+        return self._handle(name).get_tensor(name)
+
+    def _handle(self, name: str) -> Any:
+        file = self._files[name]
+        if file not in self._handles:
+            self._handles[file] = _open(self.folder / file)
+        return self._handles[file]
+
+    def carry(self, folder: Path) -> None:
+        for pattern in CARRIED_FILES:
+            for path in sorted(self.folder.glob(pattern)):
+                target = folder / path.relative_to(self.folder)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, target)
+
+    def reference(self) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        # Our own code for our own architecture: a folder's code is not run to import its weights.
+        if self.config["architectures"][0] == AHA:
+            from megatron_aha.hf.exported.modeling_llama_aha import LlamaAHAForCausalLM
+
+            return LlamaAHAForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
+        return AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
+
+
+class GGUFSource:
+    """A GGUF file, dequantised to fp32 by transformers, which needs the packages gguf and accelerate.
+
+    Raises:
+        UserError: such a package is missing, or the architecture is unknown.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        try:
+            import accelerate  # noqa: F401
+            import gguf  # noqa: F401
+        except ImportError as error:
+            raise UserError(
+                f"reading {file.name} needs the package {error.name}: pip install 'megatron-aha[gguf]'"
+            ) from error
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        location = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+        config = AutoConfig.from_pretrained(**location)
+        check_architecture(config.to_dict())
+        self._model = AutoModelForCausalLM.from_pretrained(**location, dtype=torch.float32).eval()
+        # transformers would refuse to save what it calls quantised; it is plain fp32 by now
+        del self._model.config.quantization_config
+        self._model.is_quantized = False
+        self._model.hf_quantizer = None
+        self.config = self._model.config.to_dict()
+        weights = dict(self._model.named_parameters())
+        self._weights = {name: weight.detach() for name, weight in weights.items()}
+
+    def names(self) -> Sequence[str]:
+        return list(self._weights)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._weights[name].shape)
+
+    def read(self, name: str) -> Tensor:
+        return self._weights[name]
+
+    def carry(self, folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(self.file.parent, gguf_file=self.file.name)
+        tokenizer.save_pretrained(folder)
+        self._model.config.save_pretrained(folder)
+        self._model.generation_config.save_pretrained(folder)
+        _name_old_tokenizer_class(folder / "tokenizer_config.json")
+
+    def reference(self) -> Any:
+        return self._model
+
+
+def open_source(path: str | Path) -> Source:
+    """Returns the model at a folder, or in a ``.gguf`` file. Raises UserError when it is neither."""
+    path = Path(path)
+    if path.is_dir():
+        return FolderSource(path)
+    if path.is_file() and path.suffix == ".gguf":
+        return GGUFSource(path)
+    what = "is neither a folder nor a .gguf file" if path.exists() else "does not exist"
+    raise UserError(
+        f"--source {path} {what}; give a Hugging Face folder with {CONFIG_FILE} and {WEIGHTS_FILE}"
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns a JSON object. Raises UserError when the file is missing or holds something else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{path} is missing: the folder of a Hugging Face model holds one") from error
+    except ValueError as error:
+        raise UserError(f"{path} is no JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds a {type(content).__name__} instead of an object")
+    return content
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise UserError(
+            f"{path} ({path.stat().st_size} bytes) is no complete safetensors file: {error}"
+        ) from error
+
+
+def _name_old_tokenizer_class(path: Path) -> None:
+    """transformers 5 names a class that 4 lacks for tokenizers read from GGUF; both know the older one."""
+    content = read_json(path)
+    if content.get("tokenizer_class") == "TokenizersBackend":
+        content["tokenizer_class"] = "PreTrainedTokenizerFast"
+        path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
