@@ -11,14 +11,15 @@ source launch/setup_env.sh
 STEPS="${QUICKSTART_STEPS:-20}"
 [[ "$STEPS" =~ ^[1-9][0-9]*$ ]] || die "QUICKSTART_STEPS is '$STEPS', not a whole number above 0"
 OUT=runs/quickstart
-RUN="$OUT/$STEPS-steps"
+RUN="$OUT/steps-$STEPS"
+CONFIGS=(configs/parallel/tp3_cpu.yaml configs/run/quickstart.yaml)
 
-# step NAME OUTPUT COMMAND...: runs the command unless it, with the same files of configuration, has made OUTPUT.
+# step NAME OUTPUT COMMAND...: runs the command, unless the same one has made OUTPUT with the same configuration.
 step() {
-    local name="$1" output="$2" stamp started now
+    local name="$1" output="$2" stamp now started=$SECONDS
     shift 2
     stamp="$OUT/.done/${output//\//-}"
-    now="$* $(cat launch/quickstart/*.yaml | cksum)"
+    now="$* $(cat "${CONFIGS[@]}" | cksum)"
     if [ -e "$output" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$now" ]; then
         say "$name: done before ($output)"
         return
@@ -26,9 +27,66 @@ step() {
     say "$name"
     mkdir -p "$OUT/.done" "$(dirname "$output")"
     rm -f "$stamp"
-    started=$SECONDS
     "$@" || die "'$name' failed, see above; mend that and run this again: finished steps are kept"
     [ -e "$output" ] || die "'$name' ended without writing $output"
     printf '%s' "$now" >"$stamp"
-    printf '   %s s\n' $((SECONDS - started))
+    printf '   took %s s\n' $((SECONDS - started))
 }
+
+# preprocess NAME: runs/quickstart/text/NAME.jsonl becomes the dataset runs/quickstart/data/NAME.
+preprocess() {
+    "$PY" tools/preprocess_data.py --input "$OUT/text/$1.jsonl" --output "$OUT/data/$1" --overwrite \
+        --tokenizer "$OUT/imported" --eod '<|endoftext|>'
+}
+
+# train NAME OPTION...: three processes with tensor and sequence parallelism; goes on where it was stopped.
+train() {
+    local name="$1" port
+    shift
+    # The launcher's fixed default would collide with any other run on this machine.
+    port="$("$PY" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')"
+    deepspeed --num_gpus 3 --master_port "$port" launch/pretrain.sh "${CONFIGS[@]/#/--config=}" \
+        --checkpoint.init_from "$OUT/imported" --checkpoint.directory "$RUN/$name/checkpoint" \
+        --logging.directory "$RUN/$name/log" --data.blend "[$OUT/data/train]" \
+        --data.valid_blend "[$OUT/data/held_out]" --training.train_steps "$STEPS" \
+        --training.warmup_steps $((STEPS / 5)) "$@"
+}
+
+# export_model CHECKPOINT FOLDER: for transformers, with tokenizer and modelling code.
+export_model() { "$PY" tools/convert_to_hf.py --checkpoint "$1" --output "$2"; }
+
+# compare: in a fresh process that knows transformers only; the exported folder brings its own code.
+compare() {
+    (cd "$RUN" && env -u PYTHONPATH HF_HUB_OFFLINE=1 HF_HOME="$REPO/$RUN/hf-home" \
+        "$PY" "$REPO/launch/quickstart/compare.py" --original "$GGUF" --imported "$REPO/$OUT/imported-hf" \
+        --dense dense/hf --aha aha/hf --text "$REPO/$OUT/text/held_out.jsonl" --output results.json)
+}
+
+use_environment
+install_project gguf plots
+install_smollm2
+[ -e "$RUN/results.json" ] || need_disk 10 . "the quickstart"
+
+export DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES="" TOKENIZERS_PARALLELISM=false
+# Said by Megatron-core at every import; neither is wanted on a CPU.
+export PYTHONWARNINGS="ignore:Transformer Engine and Apex are not installed,ignore:Apex is not installed"
+
+last="step_$(printf '%08d' "$STEPS")"
+step "importing SmolLM2-135M" "$OUT/imported/latest" \
+    "$PY" tools/convert_from_hf.py --source "$GGUF" --output "$OUT/imported"
+step "collecting Python's standard library as text" "$OUT/text/held_out.jsonl" \
+    "$PY" -m megatron_aha.data.stdlib_corpus --output "$OUT/text/train.jsonl" --held-out-output "$OUT/text/held_out.jsonl"
+step "tokenizing the training text" "$OUT/data/train.json" preprocess train
+step "tokenizing the held-out text" "$OUT/data/held_out.json" preprocess held_out
+step "training dense, $STEPS steps" "$RUN/dense/checkpoint/$last/index.json" train dense --aha.enabled false
+step "training with All-or-Here Attention, $STEPS steps" "$RUN/aha/checkpoint/$last/index.json" train aha
+step "exporting the imported model" "$OUT/imported-hf/config.json" export_model "$OUT/imported" "$OUT/imported-hf"
+step "exporting the dense model" "$RUN/dense/hf/config.json" export_model "$RUN/dense/checkpoint" "$RUN/dense/hf"
+step "exporting the model with All-or-Here Attention" "$RUN/aha/hf/config.json" \
+    export_model "$RUN/aha/checkpoint" "$RUN/aha/hf"
+step "comparing in plain transformers" "$RUN/results.json" compare
+
+cat "$RUN/results.txt"
+say "done in $((SECONDS / 60)) min $((SECONDS % 60)) s"
+printf 'exported model:  %s\n' "$REPO/$RUN/aha/hf"
+printf 'TensorBoard:     %s\n' "$VIRTUAL_ENV/bin/tensorboard --logdir $REPO/$RUN"

@@ -17,8 +17,8 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
 
 
 def test_a_misspelt_command_gets_the_nearest() -> None:
-    with pytest.raises(UserError, match="no command 'preprocess-date'; did you mean 'preprocess-data'"):
-        run(["preprocess-date"])
+    with pytest.raises(UserError, match="no command 'pretrian'; did you mean 'pretrain'"):
+        run(["pretrian"])
 
 
 def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
