@@ -157,7 +157,7 @@ def main() -> None:
     if not aha.perplexity <= TOLERATED * dense.perplexity:
         print(page)
         sys.exit(
-            f"error: perplexity {aha.perplexity:.3f} with AHA is above {TOLERATED} x {dense.perplexity:.3f}, dense"
+            f"error: perplexity with AHA is {aha.perplexity:.3f}, above {TOLERATED} x {dense.perplexity:.3f} (dense)"
         )
     options.output.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n", encoding="utf-8")
 
