@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 PROMPT = 'def read_lines(path):\n    """Return the lines of a text file, without line ends."""\n'
 NEW_TOKENS = 48
@@ -124,6 +125,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=Path, required=True, help=purpose)
     options = parser.parse_args()
 
+    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(options.aha)
     sequences = list(held_out_sequences(options.text, tokenizer))
     rows = []
