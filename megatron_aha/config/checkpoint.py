@@ -13,11 +13,13 @@ class CheckpointConfig:
         init_from: checkpoint whose weights start the run (from ``tools/convert_from_hf.py``); step 0, new
             optimizer.
         directory: where this run saves, and from where it resumes when a complete checkpoint is there.
+        fresh_optimizer: resume step and schedule, but start Adam's moments anew.
         save_interval: steps between saves; 0 saves at the end only.
         keep_last: complete checkpoints to keep; older ones are removed. None keeps all.
     """
 
     init_from: str | None = None
     directory: str | None = None
+    fresh_optimizer: bool = False
     save_interval: int = 0
     keep_last: int | None = None

@@ -39,7 +39,7 @@ def tiny_config(
             global_batch_size=global_batch_size,
             precision=precision,
             zero_stage=zero_stage,
-            clip_grad=1.0,
+            clip_grad=0.0,
         ),
     )
 

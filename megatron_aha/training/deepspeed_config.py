@@ -19,7 +19,8 @@ def deepspeed_config(training: TrainingConfig, data_parallel_size: int) -> dict[
         "train_micro_batch_size_per_gpu": training.micro_batch_size,
         "gradient_accumulation_steps": training.global_batch_size // (training.micro_batch_size * data_parallel_size),
         "train_batch_size": training.global_batch_size,
-        "gradient_clipping": training.clip_grad,
+        # Under ZeRO-0 the engine clips itself, see TrainingEngine.
+        "gradient_clipping": training.clip_grad if training.zero_stage > 0 else 0.0,
         "bf16": {"enabled": training.precision == "bf16"},
         "zero_optimization": {"stage": training.zero_stage},
         "zero_allow_untested_optimizer": True,

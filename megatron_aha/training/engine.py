@@ -54,6 +54,9 @@ def init_distributed() -> None:
     """
     deepspeed = _deepspeed()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    if not torch.cuda.is_available():
+        # Its shared-memory all-reduce would be compiled at start-up, and serves inference only.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=backend(), verbose=False)
 
 
@@ -99,7 +102,7 @@ class TrainingEngine:
                 loss = self._loss(micro_batch, tokens, loss_sum, seed=self._router_seed(step, index))
                 # The engine must not divide by the accumulation steps: the loss is already normalised.
                 self.deepspeed.backward(loss, scale_wrt_gas=False)
-                norm = self._unsharded_grad_norm()
+                norm = self._clip_unsharded_gradients()
                 self.deepspeed.step()
         else:
             norm = self._pipeline_step(step, micro_batches, tokens, loss_sum)
@@ -192,7 +195,7 @@ class TrainingEngine:
         self.deepspeed.set_gradient_accumulation_boundary(True)
         self._sum_tied_gradients()
         self.deepspeed.allreduce_gradients()
-        norm = self._unsharded_grad_norm()
+        norm = self._clip_unsharded_gradients()
         self.deepspeed.step()
         return norm
 
@@ -204,19 +207,30 @@ class TrainingEngine:
             if weight.grad is not None:
                 torch.distributed.all_reduce(weight.grad, group=parallel_state.get_embedding_group())
 
-    def _unsharded_grad_norm(self) -> float | None:
-        """Returns the global gradient norm under ZeRO-0, where DeepSpeed reports none; None otherwise."""
+    def _clip_unsharded_gradients(self) -> float | None:
+        """Clips under ZeRO-0 and returns the global gradient norm before it; elsewhere DeepSpeed does, and None.
+
+        DeepSpeed's ZeRO-0 reports no norm, and its clipping counts both pipeline copies of a tied embedding.
+        """
         if self.config.training.zero_stage > 0 or not self.deepspeed.is_gradient_accumulation_boundary():
             return None
         squares = torch.zeros((), dtype=torch.float64, device=device())
+        gradients = []
         for local in local_parameters(self.model):
+            if local.parameter.grad is None:
+                continue
+            gradients.append(local.parameter.grad)
             counted = local.owned and (
                 not local.replicated or parallel_state.get_tensor_model_parallel_rank() == 0
             )
-            if counted and local.parameter.grad is not None:
+            if counted:
                 squares += local.parameter.grad.double().square().sum()
         torch.distributed.all_reduce(squares, group=parallel_state.get_model_parallel_group())
-        return float(squares.sqrt())
+        norm = float(squares.sqrt())
+        largest = self.config.training.clip_grad
+        if 0 < largest < norm:
+            torch._foreach_mul_(gradients, largest / (norm + 1e-6))
+        return norm
 
     def _build_tracker(self) -> UsageTracker | None:
         aha, model = self.config.aha, self.config.model

@@ -1,0 +1,105 @@
+"""Continued pretraining, from the command line to the last checkpoint; one process of it runs on every rank."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from megatron_aha.checkpoint.reader import CheckpointReader, complete_steps
+from megatron_aha.checkpoint.weights import initialise_weights, load_weights
+from megatron_aha.config.merge import take_model_from_checkpoint
+from megatron_aha.config.parse import parse_run
+from megatron_aha.config.run import RunConfig
+from megatron_aha.config.validate import check
+from megatron_aha.entry import choose_accelerator, require_deepspeed
+from megatron_aha.models import build_model
+from megatron_aha.models.gpt import AHAGPTModel
+from megatron_aha.parallel.layout import build_groups, prepare_platform
+from megatron_aha.report.dry_run import print_dry_run
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Trains as the arguments say and returns the exit status.
+
+    Args:
+        argv: ``--config FILE`` and dotted options, see ``megatron_aha.config.parse``.
+
+    Raises:
+        UserError: a sentence on what makes the run impossible.
+    """
+    parsed = parse_run(argv)
+    source = find_source(parsed.config)
+    config = parsed.config
+    if source is not None:
+        config = take_model_from_checkpoint(config, parsed.explicit, source.model, source.aha)
+    if parsed.dry_run:
+        return print_dry_run(config)
+
+    require_deepspeed()
+    has_gpu = choose_accelerator() == "cuda"
+    check(config, int(os.environ.get("WORLD_SIZE", "1")), has_gpu)
+    _configure_process(config)
+    prepare_platform()
+    # Only now: importing them takes seconds, and deepspeed reads DS_ACCELERATOR.
+    from megatron_aha.training.engine import init_distributed
+    from megatron_aha.training.loop import TrainingLoop
+
+    init_distributed()
+    build_groups(config.parallel, config.training.seed)
+    model = build_model(config.model, config.aha, config.parallel, config.training)
+    resumed = is_resumed(source, config)
+    fill_weights(model, source, config.training.seed, resumed)
+    TrainingLoop(model, config, source, resumed).run()
+    torch.distributed.destroy_process_group()
+    return 0
+
+
+def find_source(config: RunConfig) -> CheckpointReader | None:
+    """Returns the checkpoint that the run starts from: its own latest one, else ``checkpoint.init_from``, else None.
+
+    Checksums are verified once per node.
+    """
+    checksums = os.environ.get("LOCAL_RANK", "0") == "0"
+    directory = config.checkpoint.directory
+    if directory is not None and Path(directory).is_dir() and complete_steps(directory):
+        return CheckpointReader(directory, checksums)
+    if config.checkpoint.init_from is not None:
+        return CheckpointReader(config.checkpoint.init_from, checksums)
+    return None
+
+
+def is_resumed(source: CheckpointReader | None, config: RunConfig) -> bool:
+    """Returns whether the run continues its own checkpoint rather than starting from another's weights."""
+    directory = config.checkpoint.directory
+    return source is not None and directory is not None and source.folder.parent == Path(directory)
+
+
+def fill_weights(model: AHAGPTModel, source: CheckpointReader | None, seed: int, resumed: bool) -> None:
+    """Loads or draws every weight of this rank and says on rank 0 which it did."""
+    first = torch.distributed.get_rank() == 0
+    if source is None:
+        initialise_weights(model, seed)
+        if first:
+            logger.info("weights drawn at random (--checkpoint.init_from loads a checkpoint)")
+        return
+    drawn = load_weights(model, source, seed=seed, new_router=source.aha is None and not resumed)
+    if first:
+        logger.info("%s %s", "resuming from" if resumed else "weights from", source.folder)
+        for name in drawn:
+            logger.info("new router: %s", name)
+
+
+def _configure_process(config: RunConfig) -> None:
+    if config.training.threads_per_rank is not None:
+        torch.set_num_threads(config.training.threads_per_rank)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("megatron_aha").setLevel(logging.INFO)
+    # Both print once per rank what our own messages say once.
+    for noisy in ("deepspeed", "DeepSpeed", "megatron"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
