@@ -158,9 +158,8 @@ def main() -> None:
     dense, aha = rows[2:]
     if not aha.perplexity <= TOLERATED * dense.perplexity:
         print(page)
-        sys.exit(
-            f"error: perplexity with AHA is {aha.perplexity:.3f}, above {TOLERATED} x {dense.perplexity:.3f} (dense)"
-        )
+        worst = f"{TOLERATED} x {dense.perplexity:.3f} (dense)"
+        sys.exit(f"error: perplexity with AHA is {aha.perplexity:.3f}, above {worst}")
     options.output.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n", encoding="utf-8")
 
 
