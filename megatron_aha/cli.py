@@ -1,4 +1,4 @@
-"""The console script ``megatron-aha``: the tools under one name, for an installation without the repository."""
+"""The console script ``megatron-aha``: the tools under one name, where the repository is not at hand."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -105,6 +106,7 @@ def to_yaml(config: RunConfig) -> str:
     return parser.dump(parser.parse_object(dataclasses.asdict(config)), skip_none=False)
 
 
+@functools.cache
 def _parser(with_commands: bool = False) -> jsonargparse.ArgumentParser:
     parser = jsonargparse.ArgumentParser(usage=USAGE, exit_on_error=False, add_help=with_commands)
     if with_commands:
@@ -227,9 +229,12 @@ def _texts(annotation: Any, value: Any) -> Any:
 def _checked(stated: _Stated) -> jsonargparse.Namespace:
     parser = _parser()
     for name, origin in stated.origins.items():
-        # jsonargparse lets null through wherever it might mean "not given"
-        if name in all_fields() and not accepts_none(all_fields()[name]) and _value_at(stated, name) is None:
-            raise _wrong_type(name, None, origin)
+        annotation, value = all_fields().get(name), _value_at(stated, name)
+        # jsonargparse lets null through wherever it might mean "not given", and anything for a section
+        if annotation is None or (value is None and accepts_none(annotation)):
+            continue
+        if value is None or section_class(annotation) is not None:
+            raise _wrong_type(name, value, origin)
     try:
         return parser.parse_object(stated.tree)
     except argparse.ArgumentError as error:

@@ -17,10 +17,9 @@ def router_parameters(model: ModelConfig, aha: AHAConfig) -> int:
 
 def layer_parameters(model: ModelConfig, aha: AHAConfig, tensor_size: int = 1) -> int:
     """Returns the parameters of one layer that one of ``tensor_size`` tensor-parallel ranks holds."""
-    query_rows = model.num_attention_heads * model.head_dim // tensor_size
-    # With more ranks than KV groups, each rank holds one group, copies of which lie on its neighbours.
-    key_rows = max(model.num_query_groups // tensor_size, 1) * model.head_dim
-    attention = model.hidden_size * (2 * query_rows + 2 * key_rows)
+    # Also with more ranks than KV groups: Megatron-core then cuts a group's rows and gathers them when it runs.
+    rows = (2 * model.num_attention_heads + 2 * model.num_query_groups) * model.head_dim
+    attention = model.hidden_size * rows // tensor_size
     mlp = 3 * model.hidden_size * model.ffn_hidden_size // tensor_size
     norms = 2 * model.hidden_size
     return attention + mlp + norms + router_parameters(model, aha) // tensor_size
