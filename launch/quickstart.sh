@@ -68,6 +68,8 @@ install_smollm2
 [ -e "$RUN/results.json" ] || need_disk 10 . "the quickstart"
 
 export DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES="" TOKENIZERS_PARALLELISM=false
+# A bar in a log, not on a terminal, moves every 5 seconds.
+[ -t 2 ] || export TQDM_MININTERVAL=5
 # Said by Megatron-core at every import; neither is wanted on a CPU.
 export PYTHONWARNINGS="ignore:Transformer Engine and Apex are not installed,ignore:Apex is not installed"
 
@@ -84,9 +86,12 @@ step "exporting the imported model" "$OUT/imported-hf/config.json" export_model 
 step "exporting the dense model" "$RUN/dense/hf/config.json" export_model "$RUN/dense/checkpoint" "$RUN/dense/hf"
 step "exporting the model with All-or-Here Attention" "$RUN/aha/hf/config.json" \
     export_model "$RUN/aha/checkpoint" "$RUN/aha/hf"
+step "drawing the usage of full attention" "$RUN/aha/plots/heatmap.png" \
+    "$PY" tools/plot_router.py "$RUN/aha/log" --output "$RUN/aha/plots"
 step "comparing in plain transformers" "$RUN/results.json" compare
 
 cat "$RUN/results.txt"
 say "done in $((SECONDS / 60)) min $((SECONDS % 60)) s"
 printf 'exported model:  %s\n' "$REPO/$RUN/aha/hf"
+printf 'heat map:        %s\n' "$REPO/$RUN/aha/plots/heatmap.png"
 printf 'TensorBoard:     %s\n' "$VIRTUAL_ENV/bin/tensorboard --logdir $REPO/$RUN"
