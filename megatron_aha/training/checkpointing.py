@@ -50,10 +50,9 @@ def save_checkpoint(
     )
     records: list[FileRecord] = []
     problem: str | None = None
-    optimizer = OptimizerState(engine.deepspeed, config.training.zero_stage)
     try:
         with writer:
-            for number, tensors in enumerate(_files(engine, optimizer)):
+            for number, tensors in enumerate(_files(engine)):
                 records.append(writer.write_file(_file_name(number), tensors))
     except UserError as error:
         problem = str(error)
@@ -63,7 +62,7 @@ def save_checkpoint(
         state = {
             "step": step,
             "consumed_samples": consumed_samples,
-            "adam_steps": optimizer.steps(),
+            "adam_steps": engine.optimizer_state.steps(),
             "world_size": torch.distributed.get_world_size(),
         }
         try:
@@ -95,33 +94,28 @@ def restore_training(engine: TrainingEngine, reader: CheckpointReader, *, fresh_
         raise UserError(f"checkpoint {reader.folder} has no training state; start from it with --checkpoint.init_from")
     state = reader.state
     if not fresh_optimizer:
-        optimizer = OptimizerState(engine.deepspeed, engine.config.training.zero_stage)
-        if state["adam_steps"] > 0:
-            optimizer.create(state["adam_steps"])
+        engine.optimizer_state.set_steps(state["adam_steps"])
         for local in local_parameters(engine.model):
             if local.parameter.requires_grad:
-                _restore_parameter(optimizer, reader, local, moments=state["adam_steps"] > 0)
+                _restore_parameter(engine.optimizer_state, reader, local)
     prefix = f"{RNG_PREFIX}{torch.distributed.get_rank():05d}."
     if state["world_size"] == torch.distributed.get_world_size():
         restore_random_states({name.removeprefix(prefix): reader.read(name) for name in reader.names(prefix)})
     return state["step"], state["consumed_samples"]
 
 
-def _restore_parameter(
-    optimizer: OptimizerState, reader: CheckpointReader, local: LocalParameter, moments: bool
-) -> None:
+def _restore_parameter(optimizer: OptimizerState, reader: CheckpointReader, local: LocalParameter) -> None:
     master = f"{OPTIMIZER_PREFIX}master.{local.name}"
     if reader.has(master):
         optimizer.set_master(local.parameter, _read_local(reader, master, local))
-    if moments:
-        for key in MOMENTS:
-            name = f"{OPTIMIZER_PREFIX}{key}.{local.name}"
-            if not reader.has(name):
-                raise UserError(
-                    f"checkpoint {reader.folder} lacks '{name}'; resume with --checkpoint.fresh_optimizer true to start "
-                    "Adam's moments anew"
-                )
-            optimizer.set_moment(local.parameter, key, _read_local(reader, name, local))
+    for key in MOMENTS:
+        name = f"{OPTIMIZER_PREFIX}{key}.{local.name}"
+        if not reader.has(name):
+            raise UserError(
+                f"checkpoint {reader.folder} lacks '{name}'; resume with --checkpoint.fresh_optimizer true to start "
+                "Adam's moments anew"
+            )
+        optimizer.set_moment(local.parameter, key, _read_local(reader, name, local))
 
 
 def _read_local(reader: CheckpointReader, name: str, local: LocalParameter) -> Tensor:
@@ -131,7 +125,7 @@ def _read_local(reader: CheckpointReader, name: str, local: LocalParameter) -> T
     return value.to(local.parameter.device)
 
 
-def _files(engine: TrainingEngine, optimizer: OptimizerState) -> Iterator[Tensors]:
+def _files(engine: TrainingEngine) -> Iterator[Tensors]:
     """Yields what this rank writes, file by file; all ranks of a data-parallel group must exhaust it together."""
     dp_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     dp_size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
@@ -142,7 +136,7 @@ def _files(engine: TrainingEngine, optimizer: OptimizerState) -> Iterator[Tensor
     size = 0
     for index, local in enumerate(local_parameters(engine.model)):
         # Reading is a collective under ZeRO, so every rank reads even what another one writes.
-        values = _values(engine, optimizer, local)
+        values = _values(engine.optimizer_state, local)
         if not local.owned or index % dp_size != dp_rank or (local.replicated and tp_rank > 0):
             continue
         for name, value in values.items():
@@ -156,7 +150,7 @@ def _files(engine: TrainingEngine, optimizer: OptimizerState) -> Iterator[Tensor
     yield pending
 
 
-def _values(engine: TrainingEngine, optimizer: OptimizerState, local: LocalParameter) -> dict[str, Tensor]:
+def _values(optimizer: OptimizerState, local: LocalParameter) -> dict[str, Tensor]:
     """Returns weight, master and moments of one parameter by name (a collective over the data-parallel group)."""
     parameter = local.parameter
     if not parameter.requires_grad:
@@ -165,9 +159,8 @@ def _values(engine: TrainingEngine, optimizer: OptimizerState, local: LocalParam
     values = {local.name: master.to(parameter.dtype)}
     if parameter.dtype != torch.float32:
         values[f"{OPTIMIZER_PREFIX}master.{local.name}"] = master
-    if optimizer.steps() > 0:
-        for key in MOMENTS:
-            values[f"{OPTIMIZER_PREFIX}{key}.{local.name}"] = optimizer.moment(parameter, key)
+    for key in MOMENTS:
+        values[f"{OPTIMIZER_PREFIX}{key}.{local.name}"] = optimizer.moment(parameter, key)
     return {name: value.detach().reshape(local.local_shape) for name, value in values.items()}
 
 

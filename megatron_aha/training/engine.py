@@ -24,6 +24,7 @@ from megatron_aha.models.gpt import AHAGPTModel
 from megatron_aha.parallel.layout import backend, device
 from megatron_aha.parallel.mpu import ModelParallelUnit
 from megatron_aha.training.deepspeed_config import deepspeed_config
+from megatron_aha.training.optimizer_state import OptimizerState
 from megatron_aha.training.optimizer import build_optimizer, set_learning_rates
 
 
@@ -78,13 +79,14 @@ class TrainingEngine:
         self.data_parallel_size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
         self.tracker = self._build_tracker()
         _mark_tied_copy(model)
-        self.deepspeed, self.optimizer, _, _ = _deepspeed().initialize(
+        self.deepspeed, _, _, _ = _deepspeed().initialize(
             model=model,
             optimizer=build_optimizer(model, config.aha, config.training),
             mpu=ModelParallelUnit(),
             config=deepspeed_config(config.training, self.data_parallel_size),
             dist_init_required=False,
         )
+        self.optimizer_state = OptimizerState(self.deepspeed, config.training.zero_stage)
 
     def train_step(self, step: int, micro_batches: list[MicroBatch]) -> StepResult:
         """Runs one optimizer step (a collective).

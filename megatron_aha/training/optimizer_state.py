@@ -13,6 +13,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class OptimizerState:
     """Reads and writes a parameter's optimizer state as full tensors of the parameter's local shape.
 
+    The moments exist from the start, at zero, as torch's AdamW would create them at its first step: DeepSpeed's
+    ZeRO-1 and 2 link parameters to moments once, after the first group's first step, when those of the other
+    groups do not exist yet, and would then never find them.
+
     Args:
         engine: the DeepSpeed engine.
         zero_stage: ZeRO stage 0 to 3.
@@ -24,24 +28,22 @@ class OptimizerState:
         # Under ZeRO >= 1 DeepSpeed's optimizer wraps torch's, whose parameters are flat fp32 partitions.
         self.adam: torch.optim.Optimizer = engine.optimizer.optimizer if zero_stage else engine.optimizer
 
-    def create(self, steps: int) -> None:
-        """Creates moments of zero, as torch's AdamW does at its first step, with its step count at ``steps``."""
         for parameter in self._adam_parameters():
             self.adam.state[parameter] = {
-                "step": torch.tensor(float(steps)),
+                "step": torch.zeros(()),
                 **{moment: torch.zeros_like(parameter, memory_format=torch.preserve_format) for moment in MOMENTS},
             }
-        if self.zero_stage in (1, 2):
-            # Otherwise done after the first step; safe_set_full_optimizer_state needs it now.
+        if zero_stage in (1, 2):
             self.optimizer._lazy_init_hp_params_optimizer_state()
 
     def steps(self) -> int:
-        """Returns how many steps Adam has done since its moments were created."""
+        """Returns how many steps Adam has done, which its bias correction depends on."""
+        return int(self.adam.state[self._adam_parameters()[0]]["step"])
+
+    def set_steps(self, steps: int) -> None:
+        """Sets how many steps Adam has done."""
         for parameter in self._adam_parameters():
-            state = self.adam.state.get(parameter)
-            if state:
-                return int(state["step"])
-        return 0
+            self.adam.state[parameter]["step"].fill_(steps)
 
     def master(self, parameter: nn.Parameter) -> Tensor:
         """Returns the fp32 weight (a collective over the data-parallel group)."""
@@ -69,7 +71,7 @@ class OptimizerState:
         return safe_get_full_optimizer_state(parameter, key)
 
     def set_moment(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
-        """Sets a moment; ``create`` must have been called."""
+        """Sets a moment."""
         from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
         if self.zero_stage == 0:
