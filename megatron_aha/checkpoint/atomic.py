@@ -35,6 +35,7 @@ def write_text(path: Path, text: str) -> None:
 
 def replace_folder(temporary: Path, final: Path) -> None:
     """Renames a finished folder to its final name; an older folder of that name is removed afterwards."""
+    _open_to_others(temporary)
     sync(temporary)
     discarded = final.with_name(f".old-{final.name}")
     shutil.rmtree(discarded, ignore_errors=True)
@@ -43,6 +44,14 @@ def replace_folder(temporary: Path, final: Path) -> None:
     os.replace(temporary, final)
     sync(final.parent)
     shutil.rmtree(discarded, ignore_errors=True)
+
+
+def _open_to_others(folder: Path) -> None:
+    """Gives everything the permissions of newly made files: safetensors' own are its owner's alone."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in [folder, *folder.rglob("*")]:
+        path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
 
 
 def sha256(path: Path) -> str:

@@ -15,7 +15,6 @@ from megatron_aha.checkpoint.format import CheckpointReader, CheckpointWriter, F
 from megatron_aha.config.aha import AHAConfig
 from megatron_aha.config.model import ModelConfig
 from megatron_aha.errors import UserError, nearest
-from megatron_aha.hf.llama import read_config
 from megatron_aha.hf.mapping import Weight, shape_of, weights
 from megatron_aha.hf.source import Source, open_source
 
@@ -58,7 +57,7 @@ def import_checkpoint(
             f"--output {output} is the folder of a training run; choose another for the imported model"
         )
     opened = open_source(source)
-    model, aha = read_config(opened.config)
+    model, aha = opened.model, opened.aha
     plan = list(weights(model, aha))
     _check_plan(opened, plan, model, aha)
     routers = "" if aha is None else f", with routers (window {aha.window})"

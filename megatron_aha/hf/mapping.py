@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_aha.config.aha import AHAConfig
 from megatron_aha.config.model import ModelConfig
+from megatron_aha.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,8 @@ LLAMA: dict[str, Rule] = {
     OUTPUT: Same(("lm_head.weight",)),
 }
 
+FAMILIES: dict[str, dict[str, Rule]] = {"llama": LLAMA}
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -111,11 +114,18 @@ def weights(model: ModelConfig, aha: AHAConfig | None) -> Iterator[Weight]:
     Args:
         model: sizes of the decoder.
         aha: the attention variant, or None for a dense model, which has no routers.
+
+    Raises:
+        UserError: the family is unknown.
     """
+    if model.family not in FAMILIES:
+        raise UserError(
+            f"models of the family '{model.family}' cannot be converted: {', '.join(FAMILIES)} can"
+        )
     routed = aha is not None and aha.enabled
     per_layer: list[tuple[str, Rule]] = []
     others: list[tuple[str, Rule]] = []
-    for ours, rule in LLAMA.items():
+    for ours, rule in FAMILIES[model.family].items():
         if (
             (".router." in ours and not routed)
             or (ours.endswith("router.bias") and aha is not None and not aha.bias)

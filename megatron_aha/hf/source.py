@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,8 +13,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_aha.config.aha import AHAConfig
+from megatron_aha.config.model import ModelConfig
 from megatron_aha.errors import UserError
-from megatron_aha.hf.llama import AHA, check_architecture
+from megatron_aha.hf.llama import AHA, read_config
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -39,9 +42,11 @@ CARRIED_FILES = (
 
 
 class Source(Protocol):
-    """A model to import."""
+    """A model to import; its configuration was read, or refused, before its weights were touched."""
 
     config: dict[str, Any]
+    model: ModelConfig
+    aha: AHAConfig | None
 
     def names(self) -> Sequence[str]:
         """Returns the names of all weights."""
@@ -64,13 +69,13 @@ class FolderSource:
 
     Raises:
         UserError: config or weights are missing, the index names files or tensors that are not there, or the
-            architecture is unknown.
+            configuration is not supported.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.config = read_json(folder / CONFIG_FILE)
-        check_architecture(self.config)
+        self.model, self.aha = read_config(self.config)
         self._files = self._locate()
         self._handles: dict[str, Any] = {}
 
@@ -135,7 +140,7 @@ class GGUFSource:
     """A GGUF file, dequantised to fp32 by transformers, which needs the packages gguf and accelerate.
 
     Raises:
-        UserError: such a package is missing, or the architecture is unknown.
+        UserError: such a package is missing, or the configuration is not supported.
     """
 
     def __init__(self, file: Path) -> None:
@@ -148,11 +153,16 @@ class GGUFSource:
                 f"reading {file.name} needs the package {error.name}: pip install 'megatron-aha[gguf]'"
             ) from error
         from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
         location = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
         config = AutoConfig.from_pretrained(**location)
-        check_architecture(config.to_dict())
+        # a GGUF file names the kind of model only
+        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, config.model_type)]
+        config_values = {**config.to_dict(), "quantization_config": None}
+        self.model, self.aha = read_config(config_values)
         self._model = AutoModelForCausalLM.from_pretrained(**location, dtype=torch.float32).eval()
+        self._model.config.architectures = config.architectures
         # transformers would refuse to save what it calls quantised; it is plain fp32 by now
         del self._model.config.quantization_config
         self._model.is_quantized = False
@@ -177,7 +187,7 @@ class GGUFSource:
         tokenizer.save_pretrained(folder)
         self._model.config.save_pretrained(folder)
         self._model.generation_config.save_pretrained(folder)
-        _name_old_tokenizer_class(folder / "tokenizer_config.json")
+        _clean_tokenizer_config(folder / "tokenizer_config.json")
 
     def reference(self) -> Any:
         return self._model
@@ -186,6 +196,10 @@ class GGUFSource:
 def open_source(path: str | Path) -> Source:
     """Returns the model at a folder, or in a ``.gguf`` file. Raises UserError when it is neither."""
     path = Path(path)
+    if not sys.stderr.isatty():
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
     if path.is_dir():
         return FolderSource(path)
     if path.is_file() and path.suffix == ".gguf":
@@ -218,9 +232,11 @@ def _open(path: Path) -> Any:
         ) from error
 
 
-def _name_old_tokenizer_class(path: Path) -> None:
-    """transformers 5 names a class that 4 lacks for tokenizers read from GGUF; both know the older one."""
+def _clean_tokenizer_config(path: Path) -> None:
+    """Takes out how it was loaded, and a class name that transformers 4 lacks; both know the older one."""
     content = read_json(path)
+    for key in ("is_local", "local_files_only"):
+        content.pop(key, None)
     if content.get("tokenizer_class") == "TokenizersBackend":
         content["tokenizer_class"] = "PreTrainedTokenizerFast"
-        path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

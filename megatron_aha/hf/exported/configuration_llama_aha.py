@@ -34,8 +34,8 @@ class LlamaAHAConfig(LlamaConfig):
         aha_loss_coefficient: float = 3e-4,
         **kwargs: Any,
     ) -> None:
-        if aha_window < 1:
-            raise ValueError(f"aha_window must be at least 1 (the token itself), not {aha_window}")
+        if not isinstance(aha_window, int) or aha_window < 1:
+            raise ValueError(f"aha_window must be a whole number from 1 (the token itself), not {aha_window}")
         if aha_granularity not in ("head", "kv_group"):
             raise ValueError(f"aha_granularity must be 'head' or 'kv_group', not '{aha_granularity}'")
         self.aha_window = aha_window

@@ -1,0 +1,255 @@
+"""What is read from a Hugging Face folder, and what is refused with a sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import make_aha, make_llama, save_tokenizer
+from safetensors.torch import load_file, save_file
+
+from megatron_aha.checkpoint.format import CheckpointReader, CheckpointWriter
+from megatron_aha.config.aha import AHAConfig
+from megatron_aha.config.model import ModelConfig, RopeScaling
+from megatron_aha.errors import UserError
+from megatron_aha.hf.importer import import_checkpoint
+from megatron_aha.hf.llama import read_config, write_config
+from megatron_aha.hf.rope import read_rope, write_rope
+
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_llama().save_pretrained(tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+def load(source: Path, output: str = "ours", **options: Any) -> CheckpointReader:
+    said: list[str] = []
+    step = import_checkpoint(source, source.parent / output, check=False, say=said.append, **options)
+    return CheckpointReader(step)
+
+
+def change_config(folder: Path, **values: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"architectures": ["GptOssForCausalLM"]}, "architecture 'GptOssForCausalLM' is not supported"),
+        ({"architectures": ["LlamaForCausalLm"]}, "did you mean 'LlamaForCausalLM'"),
+        ({"architectures": None, "model_type": "mamba"}, "architecture 'mamba' is not supported"),
+        ({"attention_bias": True}, "attention_bias = True"),
+        ({"mlp_bias": True}, "mlp_bias = True"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "RoPE type 'yarn'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE type 'dynamic'"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}},
+            "lacks low_freq_factor, high_freq_factor",
+        ),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, "sliding_window = 4096"),
+        ({"hidden_size": None}, "gives no hidden_size"),
+    ],
+)
+def test_what_the_model_would_not_compute_is_refused_by_name_before_reading_weights(
+    folder: Path, values: dict[str, Any], message: str
+) -> None:
+    change_config(folder, **values)
+    (folder / "model.safetensors").write_bytes(b"")  # to look at it would fail with another sentence
+    with pytest.raises(UserError, match=message):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "expected"),
+    [
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+            RopeScaling("llama3", **LLAMA3),
+        ),
+        ({"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **LLAMA3}}, RopeScaling("llama3", **LLAMA3)),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
+            RopeScaling("llama3", **LLAMA3),
+        ),
+        ({"rope_theta": 5e5, "rope_scaling": None}, None),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, None),
+        ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}}, RopeScaling("linear", 4.0)),
+    ],
+)
+def test_rope_is_read_in_both_spellings_and_written_in_the_older(
+    spelling: dict[str, Any], expected: RopeScaling | None
+) -> None:
+    assert read_rope(spelling) == (5e5, expected)
+    assert read_rope(write_rope(5e5, expected)) == (5e5, expected)
+
+
+@pytest.mark.parametrize("old_spelling", [True, False])
+def test_logits_agree_at_the_last_position_under_scaled_rope(tmp_path: Path, old_spelling: bool) -> None:
+    from megatron_aha.hf.check import trainer_logits
+
+    rope = {"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3}
+    model = make_llama(rope_parameters=dict(rope))
+    model.save_pretrained(tmp_path / "hf")
+    if old_spelling:
+        theta = rope.pop("rope_theta")
+        change_config(tmp_path / "hf", rope_parameters=None, rope_theta=theta, rope_scaling=rope)
+    tokens = torch.randint(3, 301, (1, 250))
+    ours, _ = trainer_logits(load(tmp_path / "hf"), tokens)
+    theirs = model(tokens).logits
+    assert (ours - theirs)[:, -1].abs().max() <= 1e-5 * theirs.abs().max()
+    unscaled = make_llama(rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
+    assert (unscaled(tokens).logits - theirs)[:, -1].abs().max() > 1e-3 * theirs.abs().max()
+
+
+def test_sizes_options_and_routers_are_read_as_they_are_written(tmp_path: Path) -> None:
+    for tied in (True, False):
+        model = ModelConfig(
+            rope_theta=5e5, rope_scaling=RopeScaling(), tied_embeddings=tied, rms_norm_eps=1e-6
+        )
+        assert read_config(write_config(model, None, "float32", {})) == (model, None)
+        for aha in (AHAConfig(window=8, bias=False), AHAConfig(granularity="kv_group", num_sink_tokens=4)):
+            assert read_config(write_config(model, aha, "float32", {})) == (model, aha)
+
+
+def test_sizes_that_old_configurations_leave_out_are_derived() -> None:
+    config = write_config(ModelConfig(num_query_groups=4), None, "float32", {})
+    del config["num_key_value_heads"], config["head_dim"]
+    model, _ = read_config(config)
+    assert (model.num_query_groups, model.head_dim) == (4, 16)
+
+
+def test_a_missing_an_unknown_and_a_misshapen_weight_are_named(folder: Path) -> None:
+    name = "model.layers.1.self_attn.k_proj.weight"
+    kept = load_file(folder / "model.safetensors")[name]
+    change_weights(folder, lambda weights: weights.pop(name))
+    with pytest.raises(UserError, match=f"lacks 1 weights.*'{name}'"):
+        load(folder)
+    change_weights(folder, lambda weights: weights.update({name: kept[:-1].clone()}))
+    with pytest.raises(UserError, match=rf"'{name}' has shape \[31, 64\].*\[32, 64\]"):
+        load(folder)
+    bias = "model.layers.1.self_attn.k_proj.bias"
+    change_weights(folder, lambda weights: weights.update({name: kept, bias: torch.zeros(32)}))
+    with pytest.raises(UserError, match=f"does not have, the first is '{bias}'"):
+        load(folder)
+    assert not (folder.parent / "ours").exists()
+
+
+def test_a_router_key_that_the_configuration_promises_must_be_there(tmp_path: Path) -> None:
+    make_aha().save_pretrained(tmp_path / "hf")
+    change_weights(tmp_path / "hf", lambda weights: weights.pop("model.layers.0.self_attn.router.bias"))
+    with pytest.raises(UserError, match="lacks 1 weights.*router.bias"):
+        load(tmp_path / "hf")
+
+
+def test_tables_that_old_versions_stored_are_passed_over(folder: Path) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    change_weights(folder, lambda weights: weights.update({name: torch.ones(8)}))
+    assert not load(folder).has(name)
+
+
+def test_a_tied_model_may_store_its_head_twice_but_not_differently(tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    make_llama(tie_word_embeddings=True).save_pretrained(folder)
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    change_weights(folder, lambda weights: weights.update({"lm_head.weight": embedding.clone()}))
+    assert not load(folder).has("output_layer.weight")
+    change_weights(folder, lambda weights: weights.update({"lm_head.weight": embedding + 1}))
+    with pytest.raises(UserError, match="tie_word_embeddings"):
+        load(folder)
+
+
+def test_shards_must_hold_what_their_index_says(tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    make_llama().save_pretrained(folder, max_shard_size="100KB")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    shards = sorted(set(index["weight_map"].values()))
+    assert len(shards) > 2
+    assert len(load(folder).weight_names()) == 15
+    name = next(name for name, shard in index["weight_map"].items() if shard == shards[0])
+    index["weight_map"][name] = shards[1]
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=f"{shards[1]} holds '{name}', but it does not"):
+        load(folder, "again")
+    (folder / shards[1]).unlink()
+    with pytest.raises(UserError, match=f"names {shards[1]}, which is missing"):
+        load(folder, "again")
+
+
+def test_a_cut_shard_is_named_with_its_size(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(UserError, match=rf"model.safetensors \({path.stat().st_size} bytes\)"):
+        load(folder)
+
+
+def test_pickles_are_not_read(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match="pytorch_model.bin is a pickle, which is not read"):
+        load(folder)
+
+
+def test_what_is_no_source_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--source .*nothing does not exist"):
+        load(tmp_path / "nothing")
+    (tmp_path / "file.txt").write_text("")
+    with pytest.raises(UserError, match="is neither a folder nor a .gguf file"):
+        load(tmp_path / "file.txt")
+    with pytest.raises(UserError, match=r"config.json is missing"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_small_shards_and_a_type_of_ones_own(folder: Path, dtype: torch.dtype | None) -> None:
+    reader = load(folder, shard_bytes=100_000, dtype=dtype)
+    assert len(list(reader.folder.glob("*.safetensors"))) > 2
+    weights = load_file(folder / "model.safetensors")
+    ours = reader.read("decoder.final_layernorm.weight")
+    assert ours.dtype == (dtype or torch.float32)
+    assert torch.equal(ours, weights["model.norm.weight"].to(ours.dtype))
+
+
+def test_a_training_run_is_not_overwritten(folder: Path) -> None:
+    with CheckpointWriter(folder.parent / "run", 7, ModelConfig(), None) as writer:
+        writer.finish([writer.write_file("a.safetensors", {"w": torch.zeros(1)})])
+    with pytest.raises(UserError, match="folder of a training run"):
+        load(folder, "run")
+    load(folder)
+    load(folder)  # an import may be repeated
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_told(folder: Path) -> None:
+    save_tokenizer(folder, words=300, added=5)
+    said: list[str] = []
+    import_checkpoint(folder, folder.parent / "ours", check=False, say=said.append)
+    assert any("305 tokens, the embedding 301 rows" in line for line in said)
+
+
+def test_a_router_of_the_source_is_kept(tmp_path: Path) -> None:
+    model = make_aha(aha_granularity="kv_group", aha_num_sink_tokens=3)
+    model.save_pretrained(tmp_path / "hf")
+    reader = load(tmp_path / "hf")
+    assert reader.aha == AHAConfig(window=8, num_sink_tokens=3, granularity="kv_group", bias=True)
+    weight = reader.read("decoder.layers.1.self_attention.router.weight")
+    assert torch.equal(weight, model.model.layers[1].self_attn.router.weight)
