@@ -6,9 +6,9 @@
 #   bash launch/pretrain.sh --num_gpus 8 -- --config A.yaml --training.lr 1e-4
 #   bash launch/pretrain.sh --config A.yaml --dry-run
 #
-# With bash, what stands before a lone -- goes to the deepspeed launcher (--hostfile, --num_nodes, --num_gpus ...),
-# what stands behind it to the run; without -- everything goes to the run, which then takes every GPU of this
-# machine, or one rank on a CPU. --dry-run, --print_config and --help need neither launcher nor GPU.
+# With bash, what stands before a lone -- goes to the deepspeed launcher (--hostfile, --num_nodes, --num_gpus
+# ...), what stands behind it to the run; without -- everything goes to the run, which then takes every GPU of
+# this machine, or one rank on a CPU. --dry-run, --print_config and --help need neither launcher nor GPU.
 #
 # For bash the line above is a no-op and the last line of this part is never reached; for Python, which the
 # launcher starts on this same file on every rank, all of this part is a string.
@@ -57,21 +57,29 @@ for word in ${launcher[@]+"${launcher[@]}"}; do
 done
 
 command -v deepspeed >/dev/null ||
-    fail "deepspeed is not installed, and training needs it: pip install deepspeed, or activate the environment that has it"
+    fail "deepspeed is not installed, and training needs it: pip install deepspeed, or activate its environment"
 exec deepspeed ${launcher[@]+"${launcher[@]}"} "$0" "$@"
 ":"""
 
 import sys
+from collections.abc import Sequence
 
 try:
+    from megatron_aha.config.parse import parse_run
     from megatron_aha.entry import run_and_exit
 except ModuleNotFoundError as missing:
     if missing.name != "megatron_aha":
         raise
-    print(f"error: megatron_aha is not installed in {sys.executable}; run: pip install -e .", file=sys.stderr)
+    print(f"error: megatron_aha is not installed in {sys.executable}: pip install -e . here", file=sys.stderr)
     sys.exit(2)
 
-from megatron_aha.training.pretrain import main
+
+def main(argv: Sequence[str]) -> int:
+    parse_run(argv)  # --help and a misspelt option need not wait for the imports of the next line
+    from megatron_aha.training import pretrain
+
+    return pretrain.main(argv)
+
 
 if __name__ == "__main__":
     run_and_exit(main, sys.argv[1:])

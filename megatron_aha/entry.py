@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 
 from megatron_aha.errors import UserError
@@ -22,6 +23,7 @@ def run_and_exit(main: Callable[[Sequence[str]], int | None], argv: Sequence[str
     Exits with what ``main`` returns (None is 0), with 2 and ``error: <sentence>`` after a UserError, with
     130 after an interrupt. Everything else is a bug of ours and keeps its traceback.
     """
+    hush_libraries()
     try:
         sys.exit(main(argv) or 0)
     except UserError as error:
@@ -33,6 +35,16 @@ def run_and_exit(main: Callable[[Sequence[str]], int | None], argv: Sequence[str
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def hush_libraries() -> None:
+    """Silences what Megatron-core says on every rank about packages that are optional here."""
+    for message in (
+        ".*Apex.*not installed",
+        "full scope is deprecated",
+        "If you are using transformer_engine",
+    ):
+        warnings.filterwarnings("ignore", message=message)
 
 
 def require_deepspeed() -> None:

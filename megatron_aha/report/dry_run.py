@@ -42,7 +42,8 @@ def dry_run_report(config: RunConfig, world_size: int, has_gpu: bool | None = No
     if remarks:
         sections.append(("Remarks", remarks))
     verdict = found or ["none: this run can start"]
-    sections.append((f"Incompatibilities on {world_size} ranks", [f"- {line}" for line in verdict]))
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    sections.append((f"Incompatibilities on {ranks}", [f"- {line}" for line in verdict]))
     return "\n\n".join("\n".join([f"== {title}", *lines]) for title, lines in sections) + "\n"
 
 

@@ -17,7 +17,7 @@ def router_parameters(model: ModelConfig, aha: AHAConfig) -> int:
 
 def layer_parameters(model: ModelConfig, aha: AHAConfig, tensor_size: int = 1) -> int:
     """Returns the parameters of one layer that one of ``tensor_size`` tensor-parallel ranks holds."""
-    # Also with more ranks than KV groups: Megatron-core then cuts a group's rows and gathers them when it runs.
+    # Also with more ranks than KV groups: Megatron-core cuts a group's rows then, and gathers their outputs.
     rows = (2 * model.num_attention_heads + 2 * model.num_query_groups) * model.head_dim
     attention = model.hidden_size * rows // tensor_size
     mlp = 3 * model.hidden_size * model.ffn_hidden_size // tensor_size

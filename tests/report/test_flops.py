@@ -1,4 +1,4 @@
-"""Operations counted by hand for the toy model: 2 layers, hidden 64, 4 heads in 2 groups of 16, FFN 128, 301 words."""
+"""Operations counted by hand: 2 layers, hidden 64, 4 heads in 2 groups of 16, FFN 128, 301 words."""
 
 from __future__ import annotations
 

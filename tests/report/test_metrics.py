@@ -20,11 +20,14 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from megatron_aha.report.metrics import MetricsWriter
 from megatron_aha.report.rewind import event_files, read_lines
 
-TAGS = (
-    "train/lm_loss train/router_loss train/total_loss valid/lm_loss valid/perplexity lr/model lr/router "
-    "train/grad_norm usage/total usage/beyond_window usage/layer_00 usage/layer_01 perf/step_seconds "
-    "perf/tokens_per_s perf/tflops_done perf/tflops_dense_equivalent memory/peak_gib"
-).split()
+TAGS = [
+    *("train/lm_loss", "train/router_loss", "train/total_loss", "train/grad_norm"),
+    *("valid/lm_loss", "valid/perplexity"),
+    *("lr/model", "lr/router"),
+    *("usage/total", "usage/beyond_window", "usage/layer_00", "usage/layer_01"),
+    *("perf/step_seconds", "perf/tokens_per_s", "perf/tflops_done", "perf/tflops_dense_equivalent"),
+    "memory/peak_gib",
+]
 USAGE = np.array([[0.0, 0.25, 1.0], [0.5, 0.125, 0.0]])
 
 
@@ -137,7 +140,7 @@ def fetch(url: str) -> Any:
 
 
 def fetch_until(url: str, ready: Any, seconds: float = 60) -> Any:
-    """Returns the endpoint's answer once it is ready: the server starts first and reads the files afterwards."""
+    """Returns the endpoint's answer once it is ready: the server starts before it has read the files."""
     deadline = time.monotonic() + seconds
     while True:
         try:

@@ -29,26 +29,40 @@ MODEL = ModelConfig(
 )
 
 
-def local_parameters(parallel: ParallelConfig, tied: bool, aha: AHAConfig) -> tuple[int, int]:
-    """Returns the parameters that this rank's part of the model has, and its pipeline stage."""
+LAYOUTS = [(tensor_size, stages, tied) for tensor_size, stages in ((4, 1), (2, 2)) for tied in (True, False)]
+
+
+def parallel_config(tensor_size: int, stages: int) -> ParallelConfig:
+    return ParallelConfig(tensor_model_parallel_size=tensor_size, pipeline_model_parallel_size=stages)
+
+
+def local_parameters() -> list[tuple[int, int]]:
+    """Returns for each layout the parameters of this rank's part of the model, and its stage."""
+    return [_local_parameters(parallel_config(*sizes), tied) for *sizes, tied in LAYOUTS]
+
+
+def _local_parameters(parallel: ParallelConfig, tied: bool) -> tuple[int, int]:
     from megatron.core import parallel_state
 
     build_groups(parallel, seed=1)
     model = build_model(
-        dataclasses.replace(MODEL, tied_embeddings=tied), aha, parallel, TrainingConfig(precision="fp32")
+        dataclasses.replace(MODEL, tied_embeddings=tied),
+        AHAConfig(),
+        parallel,
+        TrainingConfig(precision="fp32"),
     )
     count = sum(parameter.numel() for parameter in model.parameters())
     return count, parallel_state.get_pipeline_model_parallel_rank()
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(("tensor_size", "stages"), [(4, 1), (2, 2)])
-def test_each_rank_holds_as_many_parameters_as_predicted(tensor_size: int, stages: int, tied: bool) -> None:
-    parallel = ParallelConfig(tensor_model_parallel_size=tensor_size, pipeline_model_parallel_size=stages)
-    aha = AHAConfig()
-    expected = stage_parameters(dataclasses.replace(MODEL, tied_embeddings=tied), aha, parallel)
-    for count, stage in run_distributed(local_parameters, 4, parallel, tied, aha):
-        assert count == expected[stage]
+def test_each_rank_holds_as_many_parameters_as_predicted() -> None:
+    per_rank = run_distributed(local_parameters, 4)
+    for index, (*sizes, tied) in enumerate(LAYOUTS):
+        model = dataclasses.replace(MODEL, tied_embeddings=tied)
+        expected = stage_parameters(model, AHAConfig(), parallel_config(*sizes))
+        for rank in per_rank:
+            count, stage = rank[index]
+            assert count == expected[stage], LAYOUTS[index]
 
 
 @pytest.mark.parametrize(
