@@ -1,4 +1,6 @@
-"""Refuses arguments that cannot be computed, each in one sentence. Reads shapes only, never values on a device."""
+"""Refuses arguments that cannot be computed, each in one sentence. Reads shapes only, never values on a
+device.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ def check_window(window: int, num_sink_tokens: int) -> None:
     """Raises InputError unless window >= 1 and num_sink_tokens >= 0 are integers."""
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:
         raise InputError(
-            f"window is {window!r}, but must be an integer of at least 1: it counts visible keys, the token itself included"
+            f"window is {window!r}, but must be an integer of at least 1: it counts visible keys, "
+            "the token itself included"
         )
     if not isinstance(num_sink_tokens, int) or num_sink_tokens < 0:
         raise InputError(f"num_sink_tokens is {num_sink_tokens!r}, but must be an integer of at least 0")
@@ -24,7 +27,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, route: Tensor) -> None:
     """Raises InputError unless q, k, v and route fit together in shape, dtype and device."""
     if q.dim() != 4 or k.dim() != 4:
         raise InputError(
-            f"q and k must be [batch, tokens, heads, head_dim], but have shapes {list(q.shape)} and {list(k.shape)}"
+            "q and k must be [batch, tokens, heads, head_dim], but have shapes "
+            f"{list(q.shape)} and {list(k.shape)}"
         )
     if k.shape != v.shape:
         raise InputError(f"k and v must have one shape, but are {list(k.shape)} and {list(v.shape)}")
@@ -45,7 +49,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, route: Tensor) -> None:
         raise InputError(f"route must be float32 (or bool where it needs no gradient), but is {route.dtype}")
     if not q.device == k.device == v.device == route.device:
         raise InputError(
-            f"q, k, v and route must be on one device, but are on {q.device}, {k.device}, {v.device}, {route.device}"
+            "q, k, v and route must be on one device, but are on "
+            f"{q.device}, {k.device}, {v.device}, {route.device}"
         )
 
 
@@ -69,7 +74,8 @@ def check_positions(
     for name, value in per_item.items():
         if value is not None and (value.shape != (batch,) or value.is_floating_point()):
             raise InputError(
-                f"{name} must hold one integer per batch item, [{batch}], but is {value.dtype} {list(value.shape)}"
+                f"{name} must hold one integer per batch item, [{batch}], "
+                f"but is {value.dtype} {list(value.shape)}"
             )
     if cu_seqlens is None:
         return
@@ -79,9 +85,11 @@ def check_positions(
         )
     if batch != 1 or q.shape[1] != k.shape[1]:
         raise InputError(
-            f"cu_seqlens needs batch 1 and as many queries as keys, but q is {list(q.shape)} and k is {list(k.shape)}"
+            "cu_seqlens needs batch 1 and as many queries as keys, "
+            f"but q is {list(q.shape)} and k is {list(k.shape)}"
         )
     if isinstance(query_offset, Tensor) or query_offset != 0 or key_start is not None or key_end is not None:
         raise InputError(
-            "cu_seqlens cannot be combined with query_offset, key_start or key_end: it states the borders itself"
+            "cu_seqlens cannot be combined with query_offset, key_start or key_end: "
+            "it states the borders itself"
         )

@@ -20,7 +20,9 @@ def triton_installed() -> bool:
 
 
 def choose_backend(backend: str, device: torch.device) -> str:
-    """Returns "torch" or "triton" for the asked backend, or raises InputError when it cannot run on the device."""
+    """Returns "torch" or "triton" for the asked backend, or raises InputError when it cannot run on the
+    device.
+    """
     if backend not in BACKENDS:
         raise InputError(f"backend is {backend!r}, but must be one of {', '.join(BACKENDS)}")
     return "torch" if backend == "auto" else backend

@@ -1,7 +1,8 @@
 """Torch path for short segments and for scores of extreme range: blocks of rows against all their keys.
 
-All heads of a segment are computed at once; a block holds at most ``SCORES_PER_BLOCK`` scores per head, so that
-memory stays bounded for any length. Heads of one KV group are stacked as rows: ``[kv_heads, group * rows, keys]``.
+All heads of a segment are computed at once; a block holds at most ``SCORES_PER_BLOCK`` scores per head, so
+that memory stays bounded for any length. Heads of one KV group are stacked as rows: ``[kv_heads, group *
+rows, keys]``.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class Block:
         return x[self.batch, self.keys].transpose(0, 1).to(compute_dtype(x.dtype))
 
     def store_query_heads(self, target: Tensor, value: Tensor) -> None:
-        """Writes value [kv_heads, group * rows, dim] to the block's rows of target [batch, queries, heads, dim]."""
+        """Writes value [kv_heads, group * rows, dim] to the block's rows of target [batch, queries, heads,
+        dim].
+        """
         rows, heads, dim = target[self.batch, self.rows].shape
         kv_heads = value.shape[0]
         value = value.view(kv_heads, heads // kv_heads, rows, dim).permute(2, 0, 1, 3)
@@ -61,7 +64,9 @@ def _blocks(segment: Segment, problem: Problem, device: torch.device) -> Iterato
 
 
 def _visible_scores(scores: Tensor, visible: Tensor) -> Tensor:
-    """Returns scores [kv_heads, group * rows, keys], -inf where visible (broadcast [.., rows, keys]) is false."""
+    """Returns scores [kv_heads, group * rows, keys], -inf where visible (broadcast [.., rows, keys]) is
+    false.
+    """
     kv_heads, stacked, keys = scores.shape
     rows = visible.shape[-2]
     by_row = scores.view(kv_heads, stacked // rows, rows, keys)
@@ -74,7 +79,9 @@ def _probabilities(masked_scores: Tensor, lse: Tensor) -> Tensor:
 
 
 def _route_gradient(block: Block, scores: Tensor, centred: Tensor, delta: Tensor) -> Tensor:
-    """Returns ``<dO, O_all - O_here>`` [kv_heads, group * rows, 1]; centred is ``dO V^T - delta``, delta ``<dO, O>``."""
+    """Returns ``<dO, O_all - O_here>`` [kv_heads, group * rows, 1]; centred is ``dO V^T - delta``, delta
+    ``<dO, O>``.
+    """
     kv_heads, stacked, _ = scores.shape
     empty = ~block.here.any(-1).repeat(stacked // block.here.shape[0])[:, None]  # rows beyond the last key
     difference = torch.softmax(_visible_scores(scores, block.everything), -1)
@@ -96,8 +103,8 @@ def dense_forward(
 ) -> None:
     """Writes output, log-sum-exp of the chosen keys and of the near keys for the rows of one segment.
 
-    q, out [batch, queries, heads, head_dim]; k, v [batch, keys, kv_heads, head_dim]; opens bool, lse, lse_here
-    [batch, queries, heads]; out is written in its own dtype, the rest in the compute dtype.
+    q, out [batch, queries, heads, head_dim]; k, v [batch, keys, kv_heads, head_dim]; opens bool, lse,
+    lse_here [batch, queries, heads]; out is written in its own dtype, the rest in the compute dtype.
     """
     kv_heads = k.shape[2]
     for block in _blocks(segment, problem, q.device):
@@ -132,10 +139,11 @@ def dense_backward(
     grad_v: Tensor,
     grad_route: Tensor | None,
 ) -> None:
-    """Writes grad_q and grad_route and adds to grad_k and grad_v for one segment; shapes as in :func:`dense_forward`.
+    """Writes grad_q and grad_route and adds to grad_k and grad_v for one segment; shapes as in
+    :func:`dense_forward`.
 
-    grad_route [batch, queries, heads] gets ``<dO, O_all - O_here>`` where opens or probes is set, and is None when
-    the router needs no gradient.
+    grad_route [batch, queries, heads] gets ``<dO, O_all - O_here>`` where opens or probes is set, and is
+    None when the router needs no gradient.
     """
     kv_heads, scale = k.shape[2], problem.softmax_scale
     for block in _blocks(segment, problem, q.device):

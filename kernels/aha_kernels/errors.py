@@ -4,4 +4,6 @@ from __future__ import annotations
 
 
 class InputError(ValueError):
-    """An argument is wrong: the message is one sentence with what was given, what is needed and the nearest fix."""
+    """An argument is wrong: the message is one sentence with what was given, what is needed and the nearest
+    fix.
+    """

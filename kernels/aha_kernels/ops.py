@@ -16,7 +16,8 @@ from aha_kernels.torch_path import torch_backward, torch_forward
 def _define(name: str, function: Any) -> Any:
     """Registers function as torch operator ``aha_kernels::name`` on every device and returns the operator.
 
-    Not ``torch.library.custom_op``: its first call imports torch.compile's machinery, seconds of start-up on each rank.
+    Not ``torch.library.custom_op``: its first call imports torch.compile's machinery, seconds of start-up
+    on each rank.
     """
     qualified = f"aha_kernels::{name}"
     torch.library.define(qualified, torch.library.infer_schema(function, mutates_args=()))
@@ -49,7 +50,9 @@ def _attention(
     layer: int,
     head_offset: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (out, lse, lse_here): output like q and fp32 log-sum-exps [batch, queries, heads] of chosen and near keys."""
+    """Returns (out, lse, lse_here): output like q and fp32 log-sum-exps [batch, queries, heads] of chosen
+    and near keys.
+    """
     if not route.is_cuda and not bool(((route == 0) | (route == 1)).all()):
         raise InputError(
             "route holds values other than 0 and 1; pass the hard decision, with a straight-through gradient"

@@ -1,8 +1,9 @@
 """The definition of All-or-Here attention, written to be read: the oracle of every test.
 
-``O = route * O_all + (1 - route) * O_here``: *all* is causal attention, *here* is causal attention over the last
-``window`` keys, the token itself included. Autograd through this blend is the straight-through estimator of
-arXiv 2512.22562: ``dL/droute = <dL/dO, O_all - O_here>``, while q, k and v get gradients through the chosen branch.
+``O = route * O_all + (1 - route) * O_here``: *all* is causal attention, *here* is causal attention over the
+last ``window`` keys, the token itself included. Autograd through this blend is the straight-through
+estimator of arXiv 2512.22562: ``dL/droute = <dL/dO, O_all - O_here>``, while q, k and v get gradients
+through the chosen branch.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ def visible_keys(
     cu_seqlens: Tensor | None = None,
     num_sink_tokens: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Returns two bool masks [batch, queries, keys]: the keys that *all* sees and the keys that *here* sees."""
+    """Returns two bool masks [batch, queries, keys]: the keys that *all* sees and the keys that *here*
+    sees.
+    """
     offset = torch.as_tensor(query_offset).cpu().expand(batch)
     first = torch.zeros(batch, dtype=torch.long) if key_start is None else key_start.cpu().long()
     stop = torch.full((batch,), num_keys) if key_end is None else key_end.cpu().long()
@@ -43,7 +46,9 @@ def visible_keys(
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, softmax_scale: float) -> Tensor:
-    """Returns softmax attention of q [B, Tq, H, D] over the visible [B, Tq, Tk] keys; a row without keys is zero."""
+    """Returns softmax attention of q [B, Tq, H, D] over the visible [B, Tq, Tk] keys; a row without keys is
+    zero.
+    """
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * softmax_scale
     scores = scores.masked_fill(~visible[:, None], float("-inf"))
     empty = ~visible.any(-1)[:, None, :, None]
@@ -66,10 +71,11 @@ def reference_attention(
     num_sink_tokens: int = 0,
     route_grad_weight: Tensor | None = None,
 ) -> Tensor:
-    """Returns the output [batch, queries, heads, head_dim] by the definition, differentiable, in the dtype of q.
+    """Returns the output [batch, queries, heads, head_dim] by the definition, differentiable, in the dtype
+    of q.
 
-    Arguments are those of :func:`aha_kernels.aha_attention`. ``route_grad_weight`` [batch, queries, heads] scales
-    each route's gradient (sampled router gradients); the output does not depend on it.
+    Arguments are those of :func:`aha_kernels.aha_attention`. ``route_grad_weight`` [batch, queries, heads]
+    scales each route's gradient (sampled router gradients); the output does not depend on it.
     """
     batch, num_queries, num_heads, head_dim = q.shape
     num_keys, group_size = k.shape[1], num_heads // k.shape[2]

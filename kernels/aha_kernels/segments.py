@@ -11,10 +11,11 @@ from aha_kernels.errors import InputError
 
 @dataclass(frozen=True)
 class Segment:
-    """Queries ``row_start .. row_stop - 1`` of one batch item, which see keys ``key_start .. key_stop - 1`` only.
+    """Queries ``row_start .. row_stop - 1`` of one batch item, which see keys ``key_start .. key_stop - 1``
+    only.
 
-    ``first_position`` is the position of the first query relative to ``key_start``; it is never negative, because
-    queries before the first key see nothing and belong to no segment.
+    ``first_position`` is the position of the first query relative to ``key_start``; it is never negative,
+    because queries before the first key see nothing and belong to no segment.
     """
 
     batch: int
@@ -23,6 +24,21 @@ class Segment:
     key_start: int
     key_stop: int
     first_position: int
+
+    @property
+    def ends_at_last_key(self) -> bool:
+        """Whether the last query sits at the last key."""
+        return self.first_position + self.num_rows == self.num_keys
+
+    @property
+    def rows(self) -> slice:
+        """The queries, in the batch item."""
+        return slice(self.row_start, self.row_stop)
+
+    @property
+    def keys(self) -> slice:
+        """The keys, in the batch item."""
+        return slice(self.key_start, self.key_stop)
 
     @property
     def num_rows(self) -> int:
@@ -35,18 +51,32 @@ class Segment:
         return self.key_stop - self.key_start
 
 
-def _segment(
-    batch: int, row_start: int, row_stop: int, position: int, key_start: int, key_stop: int
-) -> Segment:
-    """One segment; ``position`` of the first query counts from key 0. Rows and keys that meet nothing are cut."""
+def _segments(
+    batch: int, row_stop: int, position: int, key_start: int, key_stop: int, row_start: int = 0
+) -> list[Segment]:
+    """Segments of rows ``row_start .. row_stop - 1``; ``position`` of the first counts from key 0.
+
+    Rows before the first key are left out; rows behind the last key make a segment of their own, so that in
+    the others the last row sits at the last key.
+    """
     skipped = max(0, key_start - position)
     row_start, position = row_start + skipped, position + skipped
-    key_stop = min(key_stop, position + row_stop - row_start)  # later keys lie in the future of every query
-    return Segment(batch, row_start, row_stop, key_start, key_stop, position - key_start)
+    behind = min(row_stop, max(row_start, row_start + key_stop - position))
+    found = []
+    if row_start < behind:
+        last = position + behind - row_start
+        found.append(Segment(batch, row_start, behind, key_start, last, position - key_start))
+    if behind < row_stop and key_start < key_stop:
+        found.append(
+            Segment(batch, behind, row_stop, key_start, key_stop, position + behind - row_start - key_start)
+        )
+    return found
 
 
 def check_documents(cu_seqlens: Tensor, num_tokens: int) -> list[int]:
-    """Returns the document borders as a list, or raises InputError when they do not run from 0 to num_tokens."""
+    """Returns the document borders as a list, or raises InputError when they do not run from 0 to
+    num_tokens.
+    """
     borders = cu_seqlens.tolist()
     if not borders or borders[0] != 0 or borders[-1] != num_tokens:
         ends = f"{borders[0]} to {borders[-1]}" if borders else "nothing"
@@ -68,13 +98,14 @@ def split_segments(
     key_end: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> list[Segment]:
-    """Returns the non-empty segments of a call; queries outside all of them see no key and have output zero."""
+    """Returns the non-empty segments of a call; queries outside all of them see no key and have output
+    zero.
+    """
     if cu_seqlens is not None:
         borders = check_documents(cu_seqlens, num_queries)
         pairs = zip(borders, borders[1:], strict=False)
-        return [_segment(0, left, right, left, left, right) for left, right in pairs if right > left]
+        return [s for left, right in pairs for s in _segments(0, right, left, left, right, row_start=left)]
     offsets = query_offset.tolist() if isinstance(query_offset, Tensor) else [query_offset] * batch
     starts = [0] * batch if key_start is None else [max(0, x) for x in key_start.tolist()]
     stops = [num_keys] * batch if key_end is None else [min(num_keys, x) for x in key_end.tolist()]
-    found = [_segment(b, 0, num_queries, offsets[b], starts[b], stops[b]) for b in range(batch)]
-    return [s for s in found if s.num_rows > 0 and s.num_keys > 0]
+    return [s for b in range(batch) for s in _segments(b, num_queries, offsets[b], starts[b], stops[b])]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from aha_kernels import aha_attention
+from aha_kernels import aha_attention, torch_path
 from aha_kernels.reference import reference_attention
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float64: 1e-12}
@@ -85,9 +87,23 @@ def output_gradient(out: Tensor) -> Tensor:
 def assert_close(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], dtype: torch.dtype) -> None:
     """Asserts that output and all gradients are finite and within the relative error of the dtype.
 
-    Errors are root mean squares relative to the truth's, or to 0.05 (inputs are of size 1) where the truth vanishes.
+    Errors are root mean squares relative to the truth's, or to 0.05 (inputs are of size 1) where the truth
+    vanishes.
     """
     for name, ours, truth in zip(NAMES, actual, expected, strict=True):
         assert torch.isfinite(ours).all(), f"{name} is not finite"
         error = (ours.double() - truth).square().mean().sqrt() / truth.square().mean().sqrt().clamp_min(0.05)
         assert error <= TOLERANCE[dtype], f"{name}: relative error {error:.2e}"
+
+
+@contextlib.contextmanager
+def shortest_banded(scores: int) -> Iterator[None]:
+    """Within it, segments of more than that many scores take near bands and far rows; shorter ones one
+    dense pass.
+    """
+    usual = torch_path.SHORT
+    torch_path.SHORT = scores
+    try:
+        yield
+    finally:
+        torch_path.SHORT = usual
