@@ -62,24 +62,15 @@ exec deepspeed ${launcher[@]+"${launcher[@]}"} "$0" "$@"
 ":"""
 
 import sys
-from collections.abc import Sequence
 
 try:
-    from megatron_aha.config.parse import parse_run
     from megatron_aha.entry import run_and_exit
+    from megatron_aha.training.pretrain import main
 except ModuleNotFoundError as missing:
     if missing.name != "megatron_aha":
         raise
     print(f"error: megatron_aha is not installed in {sys.executable}: pip install -e . here", file=sys.stderr)
     sys.exit(2)
-
-
-def main(argv: Sequence[str]) -> int:
-    parse_run(argv)  # --help and a misspelt option need not wait for the imports of the next line
-    from megatron_aha.training import pretrain
-
-    return pretrain.main(argv)
-
 
 if __name__ == "__main__":
     run_and_exit(main, sys.argv[1:])

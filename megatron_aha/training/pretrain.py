@@ -6,20 +6,18 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from megatron_aha.checkpoint.reader import CheckpointReader, complete_steps
-from megatron_aha.checkpoint.weights import initialise_weights, load_weights
 from megatron_aha.config.merge import take_model_from_checkpoint
 from megatron_aha.config.parse import parse_run
 from megatron_aha.config.run import RunConfig
 from megatron_aha.config.validate import check
 from megatron_aha.entry import choose_accelerator, require_deepspeed
-from megatron_aha.models import build_model
-from megatron_aha.models.gpt import AHAGPTModel
-from megatron_aha.parallel.layout import build_groups, prepare_platform
 from megatron_aha.report.dry_run import print_dry_run
+
+if TYPE_CHECKING:
+    from megatron_aha.checkpoint.reader import CheckpointReader
+    from megatron_aha.models.gpt import AHAGPTModel
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +43,16 @@ def main(argv: Sequence[str]) -> int:
     has_gpu = choose_accelerator() == "cuda"
     check(config, int(os.environ.get("WORLD_SIZE", "1")), has_gpu)
     _configure_process(config)
-    prepare_platform()
-    # Only now: importing them takes seconds, and deepspeed reads DS_ACCELERATOR.
+    # Only now: importing them takes seconds, which --help, --dry-run and a mistake need not wait for, and deepspeed
+    # reads DS_ACCELERATOR.
+    import torch
+
+    from megatron_aha.models import build_model
+    from megatron_aha.parallel.layout import build_groups, prepare_platform
     from megatron_aha.training.engine import init_distributed
     from megatron_aha.training.loop import TrainingLoop
 
+    prepare_platform()
     init_distributed()
     build_groups(config.parallel, config.training.seed)
     model = build_model(config.model, config.aha, config.parallel, config.training)
@@ -67,6 +70,10 @@ def find_source(config: RunConfig) -> CheckpointReader | None:
     """
     checksums = os.environ.get("LOCAL_RANK", "0") == "0"
     directory = config.checkpoint.directory
+    if config.checkpoint.init_from is None and (directory is None or not Path(directory).is_dir()):
+        return None
+    from megatron_aha.checkpoint.reader import CheckpointReader, complete_steps
+
     if directory is not None and Path(directory).is_dir() and complete_steps(directory):
         return CheckpointReader(directory, checksums)
     if config.checkpoint.init_from is not None:
@@ -82,6 +89,10 @@ def is_resumed(source: CheckpointReader | None, config: RunConfig) -> bool:
 
 def fill_weights(model: AHAGPTModel, source: CheckpointReader | None, seed: int, resumed: bool) -> None:
     """Loads or draws every weight of this rank and says on rank 0 which it did."""
+    import torch
+
+    from megatron_aha.checkpoint.weights import initialise_weights, load_weights
+
     first = torch.distributed.get_rank() == 0
     if source is None:
         initialise_weights(model, seed)
@@ -96,6 +107,8 @@ def fill_weights(model: AHAGPTModel, source: CheckpointReader | None, seed: int,
 
 
 def _configure_process(config: RunConfig) -> None:
+    import torch
+
     if config.training.threads_per_rank is not None:
         torch.set_num_threads(config.training.threads_per_rank)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
