@@ -1,4 +1,4 @@
-"""Continued pretraining, from the command line to the last checkpoint; one process of it runs on every rank."""
+"""Continued pretraining, from the command line to the last checkpoint; one process of it per rank."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def main(argv: Sequence[str]) -> int:
     has_gpu = choose_accelerator() == "cuda"
     check(config, int(os.environ.get("WORLD_SIZE", "1")), has_gpu)
     _configure_process(config)
-    # Only now: importing them takes seconds, which --help, --dry-run and a mistake need not wait for, and deepspeed
-    # reads DS_ACCELERATOR.
+    # Only now: importing them takes seconds, which --help, --dry-run and a mistake need not wait for, and
+    # deepspeed reads DS_ACCELERATOR.
     import torch
 
     from megatron_aha.models import build_model
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def find_source(config: RunConfig) -> CheckpointReader | None:
-    """Returns the checkpoint that the run starts from: its own latest one, else ``checkpoint.init_from``, else None.
+    """Returns the checkpoint the run starts from: its own latest one, else ``checkpoint.init_from``, else None.
 
     Checksums are verified once per node.
     """
