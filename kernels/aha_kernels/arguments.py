@@ -93,3 +93,47 @@ def check_positions(
             "cu_seqlens cannot be combined with query_offset, key_start or key_end: "
             "it states the borders itself"
         )
+
+
+def check_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    route: Tensor,
+    cache_lengths: Tensor,
+    block_table: Tensor | None,
+    key_start: Tensor | None,
+) -> None:
+    """Raises InputError unless new queries, cache, lengths and page table fit together."""
+    if q.dim() != 4 or k_cache.dim() != 4 or k_cache.shape != v_cache.shape or q.shape[3] != k_cache.shape[3]:
+        raise InputError(
+            "q, k_cache and v_cache must be [.., tokens, heads, head_dim] with one head_dim, but are "
+            f"{list(q.shape)}, {list(k_cache.shape)} and {list(v_cache.shape)}"
+        )
+    batch = q.shape[0]
+    if q.shape[2] % k_cache.shape[2]:
+        raise InputError(
+            f"the {q.shape[2]} query heads cannot be divided among {k_cache.shape[2]} key-value heads"
+        )
+    if route.shape != q.shape[:3]:
+        raise InputError(f"route must be {list(q.shape[:3])} like q, but is {list(route.shape)}")
+    for name, value in (("cache_lengths", cache_lengths), ("key_start", key_start)):
+        if value is not None and (value.shape != (batch,) or value.is_floating_point()):
+            raise InputError(
+                f"{name} must hold one integer per batch item, [{batch}], but is {list(value.shape)}"
+            )
+    if block_table is None and k_cache.shape[0] != batch:
+        raise InputError(
+            f"the cache holds {k_cache.shape[0]} items, but q has {batch}; a paged cache needs block_table"
+        )
+    if block_table is not None and (block_table.dim() != 2 or block_table.shape[0] != batch):
+        raise InputError(f"block_table must be [{batch}, pages], but is {list(block_table.shape)}")
+    if not cache_lengths.is_cuda and batch:
+        pages = 1 if block_table is None else block_table.shape[1]
+        shortest, longest, room = int(cache_lengths.min()), int(cache_lengths.max()), pages * k_cache.shape[1]
+        if longest > room:
+            raise InputError(f"cache_lengths reaches {longest}, but the cache has room for {room} tokens")
+        if shortest < q.shape[1]:
+            raise InputError(
+                f"cache_lengths is as short as {shortest}, but must count the {q.shape[1]} new tokens too"
+            )

@@ -53,10 +53,15 @@ def torch_forward(
         ):
             one = slice(kv_head, kv_head + 1)
             dense_forward(
-                *(x[:, :, s] for x, s in ((q, heads), (k, one), (v, one), (opens, heads))),
+                q[:, :, heads],
+                k[:, :, one],
+                v[:, :, one],
+                opens[:, :, heads],
                 problem,
                 segment,
-                *(x[:, :, heads] for x in (out, lse, lse_here)),
+                out[:, :, heads],
+                lse[:, :, heads],
+                lse_here[:, :, heads],
             )
 
     tasks = []
@@ -114,13 +119,19 @@ def torch_backward(
         ):
             one = slice(kv_head, kv_head + 1)
             dense_backward(
-                *(x[:, :, s] for x, s in ((grad_out, heads), (q, heads), (k, one), (v, one), (opens, heads))),
+                grad_out[:, :, heads],
+                q[:, :, heads],
+                k[:, :, one],
+                v[:, :, one],
+                opens[:, :, heads],
                 None if probes is None else probes[:, :, heads],
                 out[:, :, heads],
                 lse[:, :, heads],
                 problem,
                 segment,
-                *(x[:, :, s] for x, s in ((grad_q, heads), (grad_k, one), (grad_v, one))),
+                grad_q[:, :, heads],
+                grad_k[:, :, one],
+                grad_v[:, :, one],
                 None if grad_route is None else grad_route[:, :, heads],
             )
 
