@@ -26,23 +26,23 @@ def main(arguments: Sequence[str]) -> None:
     options = _parser().parse_args(arguments)
     if options.workers < 1:
         raise UserError(f"--workers {options.workers} must be at least 1")
-    signal.signal(signal.SIGTERM, _stop)
     from megatron_aha.data.preprocess import PreprocessOptions, preprocess
     from megatron_aha.hf.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(options.tokenizer, options.eod)
-    preprocess(
-        PreprocessOptions(
-            inputs=tuple(options.input),
-            output=options.output,
-            file_format=options.format,
-            json_key=options.json_key,
-            on_error=options.on_error,
-            workers=options.workers,
-            overwrite=options.overwrite,
-        ),
-        tokenizer,
+    chosen = PreprocessOptions(
+        inputs=tuple(options.input),
+        output=options.output,
+        file_format=options.format,
+        json_key=options.json_key,
+        on_error=options.on_error,
+        workers=options.workers,
+        overwrite=options.overwrite,
     )
+    before = signal.signal(signal.SIGTERM, _stop)
+    try:
+        preprocess(chosen, load_tokenizer(options.tokenizer, options.eod))
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -85,7 +85,7 @@ def load_tokenizer(path: str, eod: str | None = None, say: Callable[[str], None]
         UserError: no tokenizer is there, or it lacks the end-of-document token.
     """
     location = _locate(Path(path))
-    if location.suffix == ".model":
+    if _is_sentencepiece(location):
         tokenizer, chosen = _load_sentencepiece(location, eod)
     else:
         tokenizer, chosen = _load_hugging_face(location, eod)
@@ -113,6 +113,11 @@ def checkpoint_digests(checkpoint: str) -> Iterator[str]:
         yield tokenizer.record.sha256
 
 
+def _is_sentencepiece(path: Path) -> bool:
+    """By its name: ``tokenizer.model``, or with a version behind it as in ``tokenizer.model.v3``."""
+    return ".model" in path.suffixes
+
+
 def _step_folder(path: Path) -> Path:
     """The folder of a checkpoint's latest step, or the folder itself."""
     latest = path / "latest"
@@ -127,7 +132,7 @@ def _locate(path: Path) -> Path:
             "(download a model from the Hub first)"
         )
     if path.is_file():
-        if path.suffix not in (".json", ".gguf", ".model"):
+        if path.suffix not in (".json", ".gguf") and not _is_sentencepiece(path):
             raise UserError(
                 f"--tokenizer: '{path}' ends in '{path.suffix}'; expected a folder or a .json, .gguf or "
                 ".model file"

@@ -102,7 +102,7 @@ def test_a_blend_without_weights_follows_the_tokens_and_gives_all_samples(
 
 
 def test_a_blend_of_many_small_parts_and_few_samples_is_built(write_dataset: WriteDataset) -> None:
-    blend: list[str] = ["0.7", write_dataset("large", filled(5, 40))]
+    blend: list[str] = ["0.7", write_dataset("large", filled(5, 2))]
     for number in range(15):
         blend += ["0.02", write_dataset(f"small{number}", filled(7, 2))]
     train, _ = build(run_config(blend, steps=5))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -273,22 +274,19 @@ def test_two_runs_do_not_write_one_dataset_at_once(bench: Bench) -> None:
     assert bench.texts() == ["one"]
 
 
-KILLED = """
-import os, sys, numpy
-from megatron_aha.data.sidecar import TokenizerRecord
-from megatron_aha.data.writer import DatasetWriter
-with DatasetWriter(sys.argv[1], TokenizerRecord("huggingface", "t", "00", 305, 0, "<eod>")) as writer:
-    writer.add(numpy.arange(300))
-    writer._builder.data_file.flush()
-    os.kill(os.getpid(), 9)
-"""
+def write_and_die(prefix: str, tokenizer: TextTokenizer) -> None:
+    writer = DatasetWriter(prefix, tokenizer.record)
+    writer.add(np.arange(300))
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_killed_run_leaves_nothing_that_looks_complete(bench: Bench) -> None:
-    killed = subprocess.run([sys.executable, "-c", KILLED, bench.output], capture_output=True, timeout=120)
-    assert killed.returncode == -signal.SIGKILL
-    left = os.listdir(bench.folder)
-    assert left == [".out.unfinished.bin"]
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=write_and_die, args=(bench.output, bench.tokenizer))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert os.listdir(bench.folder) == [".out.unfinished.bin"]
     bench.run(bench.write("a.jsonl", json_lines("one")))
     assert bench.texts() == ["one"]
     assert sorted(os.listdir(bench.folder)) == ["a.jsonl", "out.bin", "out.idx", "out.json"]

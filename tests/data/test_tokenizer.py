@@ -71,6 +71,13 @@ def test_sentencepiece_gives_its_own_ids(sentencepiece_model: Path) -> None:
     assert tokenizer.decode(tokenizer.encode_batch(texts[:1])[0]) == texts[0]
 
 
+def test_a_sentencepiece_file_may_carry_a_version_in_its_name(
+    sentencepiece_model: Path, tmp_path: Path
+) -> None:
+    path = Path(shutil.copy(sentencepiece_model, tmp_path / "tokenizer.model.v3"))
+    assert quiet(path, None).record.sha256 == quiet(sentencepiece_model, None).record.sha256
+
+
 def test_tokenizers_travel_to_worker_processes(hf_folder: Path, sentencepiece_model: Path) -> None:
     for path, eod in ((hf_folder, EOD), (sentencepiece_model, None)):
         tokenizer = quiet(path, eod)
