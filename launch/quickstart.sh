@@ -49,7 +49,8 @@ train() {
         --checkpoint.init_from "$OUT/imported" --checkpoint.directory "$RUN/$name/checkpoint" \
         --logging.directory "$RUN/$name/log" --data.blend "[$OUT/data/train]" \
         --data.valid_blend "[$OUT/data/held_out]" --training.train_steps "$STEPS" \
-        --training.warmup_steps $((STEPS / 5)) "$@"
+        --training.warmup_steps $((STEPS / 5)) --training.eval_interval $(((STEPS + 1) / 2)) \
+        --training.eval_steps 4 "$@"
 }
 
 # export_model CHECKPOINT FOLDER: for transformers, with tokenizer and modelling code.

@@ -1,4 +1,4 @@
-"""What every test runs under: no network, no user caches, one thread, GPU tests skipped where there is no GPU."""
+"""What every test runs under: no network, no user caches, one thread, GPU tests skipped without a GPU."""
 
 from __future__ import annotations
 
