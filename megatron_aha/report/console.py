@@ -14,7 +14,8 @@ def progress_line(step: int, train_steps: int, values: dict[str, float]) -> str:
     parts = [f"step {step:>{len(str(train_steps))}}/{train_steps}"]
     for tag, form in _COLUMNS:
         if tag in values:
-            parts.append(form.format(values[tag]))
+            value = values[tag]
+            parts.append(form.format(_operations(value) if tag == "perf/tflops_done" else value))
     if "perf/step_seconds" in values and step < train_steps:
         parts.append(f"{_duration((train_steps - step) * values['perf/step_seconds'])} left")
     return "  ".join(parts)
@@ -30,9 +31,14 @@ _COLUMNS = (
     ("train/grad_norm", "norm {:.3f}"),
     ("perf/step_seconds", "{:.2f} s"),
     ("perf/tokens_per_s", "{:,.0f} tokens/s"),
-    ("perf/tflops_done", "{:.3g} TFLOP/s"),
+    ("perf/tflops_done", "{}FLOP/s"),
     ("memory/peak_gib", "{:.1f} GiB"),
 )
+
+
+def _operations(tera: float) -> str:
+    """Returns ``1.3 T``, or ``0.12 G`` for what a CPU does."""
+    return f"{tera:.3g} T" if tera >= 0.1 else f"{tera * 1000:.3g} G"
 
 
 def _duration(seconds: float) -> str:

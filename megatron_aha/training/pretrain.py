@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def find_source(config: RunConfig) -> CheckpointReader | None:
-    """Returns the checkpoint the run starts from: its own latest one, else ``checkpoint.init_from``, else None.
+    """Returns the checkpoint to start from: the run's own latest, else ``checkpoint.init_from``, else None.
 
     Checksums are verified once per node.
     """
