@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import socket
 import sys
 import time
 import warnings
@@ -38,11 +39,12 @@ def run_and_exit(main: Callable[[Sequence[str]], int | None], argv: Sequence[str
 
 
 def hush_libraries() -> None:
-    """Silences what Megatron-core says on every rank about packages that are optional here."""
+    """Silences what libraries say on every rank about optional packages and each other's old names."""
     for message in (
         ".*Apex.*not installed",
         "full scope is deprecated",
         "If you are using transformer_engine",
+        "`torch.distributed.*is deprecated",
     ):
         warnings.filterwarnings("ignore", message=message)
 
@@ -54,6 +56,18 @@ def require_deepspeed() -> None:
             f"deepspeed is not installed in {sys.executable}, and training needs it; pip install "
             "deepspeed, or activate the environment that has it"
         )
+
+
+def run_alone_without_launcher() -> None:
+    """Makes this process a run of one rank, unless a launcher has said otherwise."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
 
 
 def choose_accelerator() -> str:

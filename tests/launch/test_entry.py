@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -61,9 +62,19 @@ def test_without_a_gpu_the_cpu_is_chosen_and_deepspeed_is_told(monkeypatch: pyte
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     expected = "cuda" if torch.cuda.is_available() else "cpu"
     assert entry.choose_accelerator() == expected
-    import os
-
     assert os.environ["DS_ACCELERATOR"] == expected
+
+
+def test_without_a_launcher_the_process_is_a_run_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # restored afterwards
+        monkeypatch.delenv(name)
+    entry.run_alone_without_launcher()
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("0", "1")
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    entry.run_alone_without_launcher()
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("5", "8")
 
 
 def test_another_accelerator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

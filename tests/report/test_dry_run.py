@@ -86,5 +86,7 @@ def test_a_progress_line_has_what_was_measured_and_the_time_left() -> None:
     values = {"train/lm_loss": 3.21456, "usage/total": 0.621, "lr/model": 1e-4, "perf/step_seconds": 5.4}
     line = progress_line(7, 120, values)
     assert line == "step   7/120  loss 3.2146  usage 62.1%  lr 1.00e-04  5.40 s  10 min 10 s left"
+    assert "  1.5 TFLOP/s" in progress_line(1, 1, {"perf/tflops_done": 1.5})
+    assert "  12 GFLOP/s" in progress_line(1, 1, {"perf/tflops_done": 0.012})
     assert progress_line(120, 120, values).endswith("5.40 s")
     assert progress_line(1, 9, {"perf/step_seconds": 3600.0}).endswith("8 h 00 min left")
