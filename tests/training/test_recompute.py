@@ -1,0 +1,59 @@
+"""Activation recompute changes memory, not numbers; a route is decided once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compare import largest_relative_error
+
+from megatron_aha.attention.packed import pack
+from megatron_aha.config.run import RunConfig
+from megatron_aha.testing.distributed import run_distributed
+from megatron_aha.testing.tiny import tiny_config
+from megatron_aha.testing.training import TinyRun, train_tiny
+
+
+def run(recompute: str) -> TinyRun:
+    config = tiny_config()
+    config.training.recompute = recompute
+    return run_distributed(train_tiny, 1, config, 1)[0]
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recompute_gives_equal_losses_routes_and_gradients(recompute: str) -> None:
+    plain, recomputed = run("none"), run(recompute)
+    assert recomputed.steps[0].lm_loss == plain.steps[0].lm_loss
+    assert recomputed.steps[0].router.usage == plain.steps[0].router.usage
+    assert recomputed.steps[0].router.router_loss == plain.steps[0].router.router_loss
+    error, name = largest_relative_error(recomputed.gradients, plain.gradients)
+    assert error < 1e-6, name
+
+
+def decide_twice(config: RunConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs one layer's decision as recompute does, with logits on the other side of 0 the second time."""
+    from megatron_aha.checkpoint.weights import initialise_weights
+    from megatron_aha.models import build_model
+    from megatron_aha.parallel.layout import build_groups
+
+    build_groups(config.parallel, 1)
+    model = build_model(config.model, config.aha, config.parallel, config.training)
+    initialise_weights(model, 1)
+    attention = model.decoder.layers[0].self_attention
+    tokens = 6
+    batch = pack(
+        torch.arange(tokens),
+        torch.tensor([0, tokens], dtype=torch.int32),
+        torch.ones(tokens),
+        device=torch.device("cpu"),
+    )
+    states = torch.randn(tokens, 1, config.model.hidden_size)
+    with torch.no_grad():
+        first = attention.decide(states, batch)
+    second = attention.decide(-states, batch)
+    return first, second.detach()
+
+
+def test_the_second_pass_of_a_recomputed_layer_keeps_the_first_pass_s_routes() -> None:
+    first, second = run_distributed(decide_twice, 1, tiny_config())[0]
+    assert 0 < first.mean() < 1
+    assert torch.equal(first, second)
