@@ -62,7 +62,7 @@ def aha_attention(
     check_positions(q, k, query_offset, key_start, key_end, cu_seqlens)
     rate = parse_router_grad(router_grad)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    chosen = choose_backend(backend, q.device)
+    chosen = choose_backend(backend, q.device, q.dtype, q.shape[-1])
     offsets = query_offset if isinstance(query_offset, Tensor) else None
     seeds = router_seed if isinstance(router_seed, torch.Tensor) else None
     return attention_op(

@@ -42,7 +42,7 @@ def aha_decode(
     check_window(window, num_sink_tokens)
     check_cache(q, k_cache, v_cache, route, cache_lengths, block_table, key_start)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    if choose_backend(backend, q.device) == "triton":
+    if choose_backend(backend, q.device, q.dtype, q.shape[-1]) == "triton":
         from aha_kernels.triton_decode import triton_decode
 
         return triton_decode(

@@ -1,0 +1,170 @@
+"""Launches the Triton kernels: forward and backward of one attention call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from aha_kernels.problem import Problem
+from aha_kernels.triton_backward import key_value_kernel, near_query_kernel, rows_query_kernel
+from aha_kernels.triton_forward import near_forward_kernel, rows_forward_kernel
+from aha_kernels.triton_geometry import RowList, list_bounds, make_geometry, make_row_list, sink_bounds
+from aha_kernels.triton_tiles import Tile, forward_tile, key_value_tile, query_tile
+
+LOG2_E = 1.4426950408889634
+
+
+def _dense_last(x: Tensor) -> Tensor:
+    """Returns x, copied only if its last dimension is not contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def capability(device: torch.device) -> int:
+    """Returns the compute capability as a number such as 90."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+class Launch:
+    """Arguments that all kernels of a call share."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> None:
+        self.q, self.k, self.v = _dense_last(q), _dense_last(k), _dense_last(v)
+        self.batch, self.queries, self.heads, self.dim = q.shape
+        self.keys, self.kv_heads = k.shape[1], k.shape[2]
+        self.group, self.lists = self.heads // self.kv_heads, self.batch * self.kv_heads
+        self.problem = problem
+        self.window = min(problem.window, 2**30)
+        self.geometry = make_geometry(problem, self.batch, self.queries, self.keys, q.device)
+        self.capability = capability(q.device)
+        self.scale = problem.softmax_scale
+        self.sizes = (self.queries, self.keys, self.kv_heads, self.lists)
+        self.strides = (*self.q.stride()[:3], *self.k.stride()[:3], *self.v.stride()[:3])
+
+    def constants(self, tile: Tile) -> dict[str, Any]:
+        """Returns the compile-time arguments for a tile."""
+        return {
+            "GROUP": self.group,
+            "D": self.dim,
+            "BLOCK_D": triton.next_power_of_2(self.dim),
+            "BLOCK_M": tile.rows,
+            "BLOCK_N": tile.keys,
+            "PRECISION": "ieee" if self.q.dtype == torch.float32 else "tf32",
+            "num_warps": tile.warps,
+            "num_stages": tile.stages,
+        }
+
+    def row_programs(self, tile: Tile) -> tuple[int]:
+        """Returns the grid of a kernel with one program per block of rows, for the longest list possible."""
+        return (triton.cdiv(self.queries * self.group, tile.rows) * self.lists,)
+
+    def listed(self, route: Tensor) -> Tensor:
+        """Returns bool [batch, queries, heads]: the all-rows that have a far key; to the others *all* is
+        *here*.
+        """
+        return (route != 0) & self.geometry.has_far()[..., None]
+
+    def rows_forward(
+        self,
+        rows: RowList,
+        out: Tensor,
+        lse: Tensor,
+        probe: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+        weight: float = 1.0,
+    ) -> None:
+        """Runs the pass over listed rows; probe is (d_out, delta, lse_here, d_route) for router gradients."""
+        tile = forward_tile(self.dim, self.q.dtype, self.capability)
+        d_out, delta, lse_here, d_route = (lse, lse, lse, lse) if probe is None else probe
+        rows_forward_kernel[self.row_programs(tile)](
+            self.q, self.k, self.v, out, lse, d_out, delta, lse_here, d_route, rows.codes, rows.counts,
+            self.geometry.first, self.geometry.stop, self.geometry.offset, *self.sizes, self.window,
+            self.problem.num_sink_tokens, self.scale * LOG2_E, weight, *self.strides, PROBE=probe is not None,
+            **self.constants(tile),
+        )  # fmt: skip
+
+
+def triton_forward(
+    q: Tensor, k: Tensor, v: Tensor, route: Tensor, problem: Problem
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns output and the log-sum-exps of chosen and near keys, as the operator in aha_kernels.ops."""
+    call = Launch(q, k, v, problem)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    lse_here = torch.empty_like(lse)
+    if out.numel() == 0:
+        return out, lse, lse_here
+    geometry = call.geometry
+    tile = forward_tile(call.dim, q.dtype, call.capability)
+    near_forward_kernel[call.row_programs(tile)](
+        call.q, call.k, call.v, out, lse, lse_here, geometry.first, geometry.stop, geometry.offset,
+        *call.sizes,
+        call.window, call.scale * LOG2_E, *call.strides, SINKS=problem.num_sink_tokens,
+        **call.constants(tile),
+    )  # fmt: skip
+    call.rows_forward(make_row_list(call.listed(route), call.kv_heads), out, lse)
+    return out, lse, lse_here
+
+
+def triton_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    route: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    lse_here: Tensor,
+    probes: Tensor | None,
+    problem: Problem,
+    router_grad_rate: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns the gradients of q, k, v and route, as the operator in aha_kernels.ops."""
+    call = Launch(q, k, v, problem)
+    geometry, scale, sinks = call.geometry, call.scale * LOG2_E, problem.num_sink_tokens
+    grad_out = grad_out.contiguous()
+    delta = (grad_out.float() * out.float()).sum(-1)
+    grad_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    grad_k = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    grad_v = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    with_router = router_grad_rate > 0.0
+    grad_route = torch.zeros_like(lse) if with_router else lse.new_empty(0)
+    if out.numel() == 0 or k.numel() == 0:
+        return grad_q.zero_(), grad_k.zero_(), grad_v.zero_(), grad_route
+    listed = call.listed(route)
+    rows = make_row_list(listed, call.kv_heads)
+    ranges = (geometry.first, geometry.stop)
+
+    tile = query_tile(call.dim, q.dtype, call.capability)
+    near_query_kernel[call.row_programs(tile)](
+        call.q, call.k, call.v, grad_out, lse_here, delta, listed.view(torch.uint8), grad_q, grad_route,
+        *ranges,
+        geometry.offset, *call.sizes, call.window, scale, call.scale, *call.strides, ROUTER_GRAD=with_router,
+        SINKS=sinks, **call.constants(tile),
+    )  # fmt: skip
+    rows_query_kernel[call.row_programs(tile)](
+        call.q, call.k, call.v, grad_out, lse, delta, grad_q, rows.codes, rows.counts, *ranges, *call.sizes,
+        scale,
+        call.scale, *call.strides, **call.constants(tile),
+    )  # fmt: skip
+
+    tile = key_value_tile(call.dim, q.dtype, call.capability)
+    bounds = list_bounds(rows, geometry, call.kv_heads, call.group, tile.keys, call.keys)
+    sink_ends = sink_bounds(geometry, tile.keys, call.keys) if sinks else bounds
+    key_value_kernel[(triton.cdiv(call.keys, tile.keys) * call.lists,)](
+        call.q, call.k, call.v, grad_out, lse, delta, listed.view(torch.uint8), grad_k, grad_v, rows.codes,
+        bounds,
+        sink_ends, *ranges, geometry.offset, *call.sizes, call.window, scale, call.scale, *call.strides,
+        SINKS=sinks,
+        **call.constants(tile),
+    )  # fmt: skip
+
+    if with_router:
+        probed = (route == 0) if probes is None else probes
+        probed = make_row_list(probed & geometry.has_far()[..., None], call.kv_heads)
+        call.rows_forward(probed, out, lse, (grad_out, delta, lse_here, grad_route), 1.0 / router_grad_rate)
+    return grad_q, grad_k, grad_v, grad_route
