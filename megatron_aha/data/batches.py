@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ from megatron_aha.data.agree import agree
 from megatron_aha.data.checks import SplitPlan, check_model_tokenizer, plan_splits
 from megatron_aha.data.datasets import SplitRequest, SplitUse, build_split
 from megatron_aha.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -135,7 +138,8 @@ def build_batch_sources(
     """Builds the sources of training and validation batches; collective over all ranks.
 
     Validation has ``eval_steps`` batches of the global batch size, the same at every evaluation: batch ``i``
-    is ``micro_batches(i * global_batch_size)``.
+    is ``micro_batches(i * global_batch_size)``. What is read of each dataset, and how many epochs of it, is
+    logged on rank 0.
 
     Args:
         config: the run.
@@ -166,6 +170,8 @@ def build_batch_sources(
             eod_mask_loss=data.eod_mask_loss,
         )
         dataset, uses = build_split(request, data.cache_dir)
+        for use in uses if is_first else ():
+            logger.info("data of %s split: %s", split.name, use)
         return BatchSource(
             dataset,
             plan.data.eod_id,

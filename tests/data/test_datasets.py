@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -137,7 +138,10 @@ def test_a_split_that_makes_no_sense_is_refused(write_dataset: WriteDataset, spl
 # --- epochs ---
 
 
-def test_epochs_used_are_reported_around_an_exact_fit(write_dataset: WriteDataset) -> None:
+def test_epochs_used_are_reported_around_an_exact_fit(
+    write_dataset: WriteDataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "megatron_aha")
     # 10 documents of 8 tokens and one that makes the 81st: exactly 10 samples of 8 tokens and their labels.
     prefix = write_dataset("exact", [*filled(5, documents=10), []])
     epochs = {}
@@ -146,7 +150,8 @@ def test_epochs_used_are_reported_around_an_exact_fit(write_dataset: WriteDatase
         (use,) = train.uses
         assert (use.samples, use.documents, use.tokens) == (samples, 11, 81)
         epochs[samples] = use.epochs
-        assert f"epochs used: {use.epochs}" in str(use)
+        assert f"exact: {samples} samples" in caplog.text
+        assert caplog.text.splitlines()[-1].endswith(f"epochs used: {use.epochs}")
     assert epochs == {8: 1, 10: 1, 12: 2}
 
 
