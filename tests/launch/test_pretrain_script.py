@@ -133,3 +133,8 @@ def test_the_hostfile_example_names_the_nodes_it_speaks_of() -> None:
     from deepspeed.launcher.runner import fetch_hostfile
 
     assert dict(fetch_hostfile(str(ROOT / "launch" / "hostfile.example"))) == {"node1": 8, "node2": 8}
+
+
+def test_the_slurm_script_outside_slurm_says_what_to_use() -> None:
+    result = start(BASH, str(ROOT / "launch" / "slurm.sh"), "--data.blend", "a")
+    assert sentence(result) == "error: start this with sbatch, or use launch/pretrain.sh outside SLURM"
