@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 # Chunks in flight per worker: enough that none waits, few enough that memory does not grow with the input.
 _CHUNKS_PER_WORKER = 4
+# A process costs about as much to start as these bytes cost to tokenize.
+_BYTES_PER_WORKER = 1 << 20
 _COMPLAINTS_SHOWN = 10
 
 
@@ -39,7 +41,7 @@ class PreprocessOptions:
         file_format: ``auto``, ``jsonl`` or ``text``.
         json_key: key of the text in JSON lines.
         on_error: ``stop`` at the first record that is no document, or ``skip`` and count them.
-        workers: processes that tokenize; 1 works in this process.
+        workers: processes that tokenize, fewer for inputs of few MiB; 1 works in this process.
         overwrite: replace .bin and .idx files that lack a sidecar, which another tool may have made.
     """
 
@@ -144,6 +146,7 @@ def _encoded(files: list[InputFile], encoder: Encoder, workers: int) -> Iterator
     """The documents of all files, in order, however many processes work on them."""
     chunks = (chunk for file in files for chunk in read_chunks(file))
     total = sum(file.path.stat().st_size for file in files)
+    workers = min(workers, 1 + total // _BYTES_PER_WORKER)
     with tqdm(total=total, desc="tokenizing", unit="B", unit_scale=True, mininterval=0.5) as bar:
         for encoded in _in_process(chunks, encoder) if workers == 1 else _in_pool(chunks, encoder, workers):
             bar.update(encoded.bytes_read)

@@ -86,12 +86,19 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--workers",
         type=int,
-        default=len(os.sched_getaffinity(0)),
+        default=_cpus(),
         metavar="N",
         help="processes that tokenize (default: one per CPU)",
     )
     add("--overwrite", action="store_true", help="replace .bin and .idx files that have no PREFIX.json")
     return parser
+
+
+def _cpus() -> int:
+    """CPUs that this process may use, where the system tells, else CPUs of the machine."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

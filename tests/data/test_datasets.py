@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from data_helpers import WriteDataset, run_config
+from data_helpers import EOD, WriteDataset, run_config
 
 from megatron_aha.config.run import RunConfig
 from megatron_aha.data.batches import BatchSource, build_batch_sources
 from megatron_aha.data.checks import plan_splits
 from megatron_aha.errors import UserError
+from megatron_aha.hf.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -284,6 +286,23 @@ def test_datasets_of_two_tokenizers_are_refused(write_dataset: WriteDataset) -> 
         build(run_config([first, second]))
     with pytest.raises(UserError, match="made differently"):
         build(run_config([first], valid_blend=[second], eval_interval=1))
+
+
+def test_the_tokenizer_that_the_checkpoint_carries_must_be_the_data_s(
+    write_dataset: WriteDataset, hf_folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(hf_folder, tmp_path / "run" / "step_00000000" / "source")
+    (tmp_path / "run" / "latest").write_text("step_00000000")
+    identity = load_tokenizer(str(hf_folder), EOD).record.sha256
+    own, other = write_dataset("own", filled(5), identity=identity), write_dataset("other", filled(5))
+    config = run_config([own])
+    config.checkpoint.init_from = str(tmp_path / "run")
+    assert tokens_of(build(config)[0], 1).numel() == 16
+    config.data.blend = [other]
+    with pytest.raises(
+        UserError, match=r"carries another one .*; preprocess the text with --tokenizer .*run"
+    ):
+        build(config)
 
 
 # --- wrong prefixes ---

@@ -220,9 +220,11 @@ def test_an_id_outside_the_vocabulary_is_refused_rather_than_wrapped(
 # --- workers, repeats, interruptions ---
 
 
-def corpus(bench: Bench, documents: int = 1500) -> Path:
-    """Several chunks of documents of very different lengths."""
-    return bench.write("corpus.jsonl", json_lines(*[f"{n} {TEXT * (n % 7)}" for n in range(documents)]))
+def corpus(bench: Bench) -> Path:
+    """1200 documents of very different lengths: several chunks, and more than one process begins for."""
+    path = bench.write("corpus.jsonl", json_lines(*[f"{n} {TEXT * (n % 7) * 5}" for n in range(1200)]))
+    assert path.stat().st_size > 1 << 20
+    return path
 
 
 def test_several_workers_write_the_same_files_as_one(bench: Bench) -> None:
@@ -293,7 +295,7 @@ def test_a_killed_run_leaves_nothing_that_looks_complete(bench: Bench) -> None:
 
 
 def test_the_command_line_with_workers(bench: Bench, hf_folder: Path) -> None:
-    path = corpus(bench, 600)
+    path = corpus(bench)
     root = Path(__file__).parents[2]
     command = [sys.executable, str(root / "tools" / "preprocess_data.py"), "--input", str(path)]
     command += ["--output", bench.output, "--workers", "2"]
@@ -301,7 +303,7 @@ def test_the_command_line_with_workers(bench: Bench, hf_folder: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'kernels'}"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
     assert done.returncode == 0, done.stderr
-    assert "wrote" in done.stdout and "600 documents" in done.stdout
+    assert "wrote" in done.stdout and "1200 documents" in done.stdout
     assert "100%" in done.stderr
     check_files(bench.output, read_sidecar(bench.output), contents=True)
 
