@@ -99,7 +99,7 @@ import hashlib, pathlib, sys
 
 root = pathlib.Path(sys.argv[1])
 digest = hashlib.sha256(f"{sys.version} {root}".encode())
-for name in ("setup.py", "pyproject.toml", "constraints.txt"):
+for name in ("setup.py", "constraints.txt"):
     digest.update((root / name).read_bytes())
 print(digest.hexdigest())
 PYTHON

@@ -126,7 +126,7 @@ def main() -> None:
     options = parser.parse_args()
 
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(options.aha)
+    tokenizer = AutoTokenizer.from_pretrained(options.aha, trust_remote_code=True)
     sequences = list(held_out_sequences(options.text, tokenizer))
     rows = []
     for name, path in {
