@@ -27,7 +27,7 @@ class DenseCoreAttention(nn.Module):
         self.use_flash_attn = torch.cuda.is_available() and find_spec("flash_attn") is not None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch) -> Tensor:
-        """Returns ``[tokens, heads, head_dim]`` for query of that shape, key and value ``[tokens, groups, head_dim]``."""
+        """Returns ``[tokens, heads, head_dim]``, like query; key and value are ``[tokens, groups, head_dim]``."""
         if self.use_flash_attn and query.dtype in (torch.bfloat16, torch.float16):
             from flash_attn import flash_attn_varlen_func
 
@@ -43,12 +43,13 @@ class DenseCoreAttention(nn.Module):
                 softmax_scale=self.softmax_scale,
                 causal=True,
             )
+        lengths = batch.document_lengths
         outputs = []
-        for q, k, v in zip(
-            *(t.split(batch.document_lengths) for t in (query, key, value)), strict=True
-        ):
+        for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
             out = F.scaled_dot_product_attention(
-                *(t.transpose(0, 1).unsqueeze(0) for t in (q, k, v)),  # [1, heads, document tokens, head_dim]
+                q.transpose(0, 1).unsqueeze(0),  # [1, heads, document tokens, head_dim]
+                k.transpose(0, 1).unsqueeze(0),
+                v.transpose(0, 1).unsqueeze(0),
                 is_causal=True,
                 scale=self.softmax_scale,
                 enable_gqa=query.size(1) != key.size(1),

@@ -22,7 +22,7 @@ class PackedSelfAttention(SelfAttention):
     Training only: Megatron-core's inference contexts bypass the core attention and are refused.
     """
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
@@ -49,11 +49,17 @@ class PackedSelfAttention(SelfAttention):
             raise ValueError("PackedSelfAttention needs packed_seq_params and rotary_pos_emb")
         query, key, value = self.get_query_key_value_tensors(hidden_states)
         angles = rotary_pos_emb[packed_seq_params.position_ids]  # [tokens, 1, 1, head_dim]
-        query = apply_rotary_pos_emb(query, angles, config=self.config).squeeze(1)  # [tokens, local heads, head_dim]
-        key = apply_rotary_pos_emb(key, angles, config=self.config).squeeze(1)  # [tokens, local groups, head_dim]
+        query = apply_rotary_pos_emb(query, angles, config=self.config).squeeze(
+            1
+        )  # [tokens, local heads, head_dim]
+        key = apply_rotary_pos_emb(key, angles, config=self.config).squeeze(
+            1
+        )  # [tokens, local groups, head_dim]
         value = value.squeeze(1)
         context = self.attend(hidden_states, query, key, value, packed_seq_params)
-        return self.linear_proj(context.reshape(context.size(0), 1, -1))  # [tokens, 1, local heads * head_dim]
+        return self.linear_proj(
+            context.reshape(context.size(0), 1, -1)
+        )  # [tokens, 1, local heads * head_dim]
 
     def attend(
         self, hidden_states: Tensor, query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch
@@ -64,7 +70,9 @@ class PackedSelfAttention(SelfAttention):
     def run_core_attention(self, batch: PackedBatch, *tensors: Tensor) -> Tensor:
         """Calls the core attention, recomputing it in the backward pass when selective recompute asks for it."""
         if self.checkpoint_core_attention and self.training:
-            return tensor_parallel.checkpoint(lambda *args: self.core_attention(*args, batch), False, *tensors)
+            return tensor_parallel.checkpoint(
+                lambda *args: self.core_attention(*args, batch), False, *tensors
+            )
         return self.core_attention(*tensors, batch)
 
 

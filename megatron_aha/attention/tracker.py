@@ -46,7 +46,13 @@ class UsageTracker:
         self.sums = torch.zeros(num_layers, num_routers, 5, dtype=torch.float64, device=device)
 
     def record(
-        self, layer_number: int, first_router: int, logits: Tensor, route: Tensor, counted: Tensor, beyond: Tensor
+        self,
+        layer_number: int,
+        first_router: int,
+        logits: Tensor,
+        route: Tensor,
+        counted: Tensor,
+        beyond: Tensor,
     ) -> None:
         """Adds one micro-batch of one layer.
 

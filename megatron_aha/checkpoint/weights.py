@@ -74,11 +74,13 @@ def _refuse_strangers(model: AHAGPTModel, reader: CheckpointReader) -> None:
     own_kinds = {_kind(local.name) for local in local_parameters(model)}
     for name in reader.weight_names():
         if name.startswith("decoder.layers.") and int(name.split(".")[2]) >= layers:
-            raise UserError(f"checkpoint {reader.folder} has the weight '{name}', the model has only {layers} layers")
+            raise UserError(
+                f"checkpoint {reader.folder} has the weight '{name}', the model has only {layers} layers"
+            )
         if _ROUTER in name and _kind(name) not in own_kinds:
             raise UserError(
-                f"checkpoint {reader.folder} has the router weight '{name}', which --aha.enabled {model.aha_config.enabled}"
-                f" with --aha.bias {model.aha_config.bias} would drop"
+                f"checkpoint {reader.folder} has the router weight '{name}', which "
+                f"--aha.enabled {model.aha_config.enabled} with --aha.bias {model.aha_config.bias} would drop"
             )
         if name == "output_layer.weight" and model.model_config.tied_embeddings:
             raise UserError(f"checkpoint {reader.folder} has '{name}', but --model.tied_embeddings is true")

@@ -32,7 +32,8 @@ def build_model(
     """
     if model.family not in FAMILIES:
         raise UserError(
-            f"--model.family {model.family} is not one of {', '.join(FAMILIES)}" + nearest(model.family, FAMILIES)
+            f"--model.family {model.family} is not one of {', '.join(FAMILIES)}"
+            + nearest(model.family, FAMILIES)
         )
     config = FAMILIES[model.family](model, parallel, training)
     return AHAGPTModel(config, model, aha)

@@ -56,9 +56,7 @@ class AHAGPTModel(GPTModel):
         self.rotary_pos_emb.inv_freq = inverse_frequencies(model).to(self.rotary_pos_emb.inv_freq.device)
         _mark_parallel_parameters(self)
 
-    def forward(  # type: ignore[override]
-        self, tokens: Tensor, batch: PackedBatch, labels: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, batch: PackedBatch, labels: Tensor | None = None) -> Tensor:
         """Returns this stage's output.
 
         Args:

@@ -62,7 +62,7 @@ def install() -> None:
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.get_rng_state = _get_rng_state
     torch.cuda.set_rng_state = _set_rng_state
-    torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed)  # type: ignore[assignment,return-value]
+    torch.cuda.manual_seed = lambda seed: torch.manual_seed(seed)  # type: ignore[assignment]
 
     from megatron.core.tensor_parallel import random as megatron_random
 

@@ -51,7 +51,9 @@ def build_groups(parallel: ParallelConfig, seed: int) -> None:
     )
     # As in Megatron-LM's own trainer, so that ranks with different data draw different dropout masks.
     rank_seed = (
-        seed + 100 * parallel_state.get_pipeline_model_parallel_rank() + 10 * parallel_state.get_data_parallel_rank()
+        seed
+        + 100 * parallel_state.get_pipeline_model_parallel_rank()
+        + 10 * parallel_state.get_data_parallel_rank()
     )
     torch.manual_seed(rank_seed)
     model_parallel_cuda_manual_seed(rank_seed, force_reset_rng=True)

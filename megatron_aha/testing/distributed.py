@@ -43,7 +43,9 @@ def run_distributed(
     context.set_forkserver_preload(_PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=_rank_main, args=(function, rank, world_size, folder, timeout, args, kwargs))
+            context.Process(
+                target=_rank_main, args=(function, rank, world_size, folder, timeout, args, kwargs)
+            )
             for rank in range(world_size)
         ]
         for process in processes:

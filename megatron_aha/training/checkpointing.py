@@ -76,7 +76,9 @@ def save_checkpoint(
         raise UserError(f"the checkpoint of step {step} could not be written: {problem}")
 
 
-def restore_training(engine: TrainingEngine, reader: CheckpointReader, *, fresh_optimizer: bool) -> tuple[int, int]:
+def restore_training(
+    engine: TrainingEngine, reader: CheckpointReader, *, fresh_optimizer: bool
+) -> tuple[int, int]:
     """Restores optimizer and random states of a run whose weights are already loaded (a collective).
 
     Args:
@@ -91,7 +93,9 @@ def restore_training(engine: TrainingEngine, reader: CheckpointReader, *, fresh_
         UserError: the checkpoint was not written by training, or lacks optimizer state.
     """
     if reader.state is None:
-        raise UserError(f"checkpoint {reader.folder} has no training state; start from it with --checkpoint.init_from")
+        raise UserError(
+            f"checkpoint {reader.folder} has no training state; start from it with --checkpoint.init_from"
+        )
     state = reader.state
     if not fresh_optimizer:
         engine.optimizer_state.set_steps(state["adam_steps"])
@@ -131,7 +135,8 @@ def _files(engine: TrainingEngine) -> Iterator[Tensors]:
     dp_size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     pending: Tensors = {
-        f"{RNG_PREFIX}{torch.distributed.get_rank():05d}.{name}": state for name, state in random_states().items()
+        f"{RNG_PREFIX}{torch.distributed.get_rank():05d}.{name}": state
+        for name, state in random_states().items()
     }
     size = 0
     for index, local in enumerate(local_parameters(engine.model)):
@@ -141,7 +146,8 @@ def _files(engine: TrainingEngine) -> Iterator[Tensors]:
             continue
         for name, value in values.items():
             pending[name] = [
-                Slice(value[block.local].cpu(), global_shape=local.shape, start=block.start) for block in local.blocks
+                Slice(value[block.local].cpu(), global_shape=local.shape, start=block.start)
+                for block in local.blocks
             ]
             size += value.nbytes
         if size >= FILE_BYTES:

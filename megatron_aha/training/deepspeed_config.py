@@ -17,7 +17,8 @@ def deepspeed_config(training: TrainingConfig, data_parallel_size: int) -> dict[
     """
     ours: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": training.micro_batch_size,
-        "gradient_accumulation_steps": training.global_batch_size // (training.micro_batch_size * data_parallel_size),
+        "gradient_accumulation_steps": training.global_batch_size
+        // (training.micro_batch_size * data_parallel_size),
         "train_batch_size": training.global_batch_size,
         # Under ZeRO-0 the engine clips itself, see TrainingEngine.
         "gradient_clipping": training.clip_grad if training.zero_stage > 0 else 0.0,

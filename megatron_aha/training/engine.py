@@ -24,8 +24,8 @@ from megatron_aha.models.gpt import AHAGPTModel
 from megatron_aha.parallel.layout import backend, device
 from megatron_aha.parallel.mpu import ModelParallelUnit
 from megatron_aha.training.deepspeed_config import deepspeed_config
-from megatron_aha.training.optimizer_state import OptimizerState
 from megatron_aha.training.optimizer import build_optimizer, set_learning_rates
+from megatron_aha.training.optimizer_state import OptimizerState
 
 
 @dataclass
@@ -110,9 +110,7 @@ class TrainingEngine:
             norm = self._pipeline_step(step, micro_batches, tokens, loss_sum)
         if norm is None:
             norm = float(self.deepspeed.get_global_grad_norm())
-        return StepResult(
-            self._mean_loss(loss_sum, tokens), tokens, self._router_statistics(), norm, rates
-        )
+        return StepResult(self._mean_loss(loss_sum, tokens), tokens, self._router_statistics(), norm, rates)
 
     def evaluate(self, batches: list[list[MicroBatch]]) -> StepResult:
         """Returns loss and routes over several batches without training (a collective)."""
@@ -269,5 +267,7 @@ def _deepspeed() -> Any:
     try:
         import deepspeed
     except ImportError as error:
-        raise UserError("deepspeed is not installed; install it with: pip install 'deepspeed>=0.19,<0.20'") from error
+        raise UserError(
+            "deepspeed is not installed; install it with: pip install 'deepspeed>=0.19,<0.20'"
+        ) from error
     return deepspeed

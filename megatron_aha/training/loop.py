@@ -115,7 +115,8 @@ class TrainingLoop:
         assert self.valid_data is not None
         training = self.config.training
         batches = [
-            self.valid_data.micro_batches(index * training.global_batch_size) for index in range(training.eval_steps)
+            self.valid_data.micro_batches(index * training.global_batch_size)
+            for index in range(training.eval_steps)
         ]
         result = self.engine.evaluate(batches)
         values = {"valid/lm_loss": result.lm_loss, "valid/perplexity": math.exp(min(result.lm_loss, 700.0))}
@@ -124,7 +125,9 @@ class TrainingLoop:
             values["valid/usage_beyond_window"] = result.router.usage_beyond_window
         return values
 
-    def _scalars(self, result: StepResult, micro_batches: list[MicroBatch], seconds: float) -> dict[str, float]:
+    def _scalars(
+        self, result: StepResult, micro_batches: list[MicroBatch], seconds: float
+    ) -> dict[str, float]:
         router = result.router
         router_loss = 0.0 if router is None else router.router_loss
         values = {

@@ -24,7 +24,11 @@ def build_optimizer(model: AHAGPTModel, aha: AHAConfig, training: TrainingConfig
         else:
             groups["norms" if parameter.dim() == 1 else "matrices"].append(parameter)
     decay = {"matrices": training.weight_decay, "norms": 0.0, "router": aha.weight_decay}
-    peak = {"matrices": training.lr, "norms": training.lr, "router": training.lr if aha.lr is None else aha.lr}
+    peak = {
+        "matrices": training.lr,
+        "norms": training.lr,
+        "router": training.lr if aha.lr is None else aha.lr,
+    }
     return torch.optim.AdamW(
         [
             {"params": parameters, "name": name, "weight_decay": decay[name], "peak_lr": peak[name]}
@@ -37,7 +41,9 @@ def build_optimizer(model: AHAGPTModel, aha: AHAConfig, training: TrainingConfig
     )
 
 
-def set_learning_rates(optimizer: torch.optim.Optimizer, training: TrainingConfig, step: int) -> dict[str, float]:
+def set_learning_rates(
+    optimizer: torch.optim.Optimizer, training: TrainingConfig, step: int
+) -> dict[str, float]:
     """Sets each group's rate for a step (from 1) and returns the rates by group name.
 
     Routers follow the model's schedule, scaled to their own peak.

