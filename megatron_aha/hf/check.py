@@ -118,7 +118,9 @@ def check_export(reader: CheckpointReader, folder: Path, dtype: torch.dtype | No
             str(tokens_file),
             str(output_file),
         ]
-        done = subprocess.run(command, env=environment, cwd=scratch, capture_output=True, text=True)
+        done = subprocess.run(
+            command, env=environment, cwd=scratch, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        )
         if done.returncode != 0:
             reason = done.stderr.strip().splitlines()[-1:] or ["no message"]
             raise UserError(f"the exported model does not load in a fresh process: {reason[0]}")

@@ -23,6 +23,7 @@ from megatron_aha.hf.shards import write_shards
 from megatron_aha.hf.source import CONFIG_FILE, GENERATION_FILE, read_json
 
 SHARD_BYTES = 5 * 10**9
+TOKENIZER_CONFIG = "tokenizer_config.json"
 MODEL_CODE = ("configuration_llama_aha.py", "modeling_llama_aha.py")
 
 
@@ -121,10 +122,25 @@ def _write_companions(reader: CheckpointReader, folder: Path, dtype: torch.dtype
         ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         known = {key: value for key, value in ids.items() if value is not None}
         _write_json(folder / GENERATION_FILE, {"_from_model_config": True, **known})
+    if (folder / TOKENIZER_CONFIG).exists():
+        _write_json(folder / TOKENIZER_CONFIG, _for_all_versions(read_json(folder / TOKENIZER_CONFIG)))
     if "auto_map" in config:
         for name in MODEL_CODE:
             shutil.copyfile(Path(exported.__file__).with_name(name), folder / name)
 
 
+def _for_all_versions(tokenizer: dict[str, Any]) -> dict[str, Any]:
+    """Takes out of a tokenizer's configuration how it was loaded, and the class that transformers 4 lacks.
+
+    transformers 5 writes ``TokenizersBackend`` where both know ``PreTrainedTokenizerFast``.
+    """
+    kept = {key: value for key, value in tokenizer.items() if key not in ("is_local", "local_files_only")}
+    if kept.get("tokenizer_class") == "TokenizersBackend":
+        kept["tokenizer_class"] = "PreTrainedTokenizerFast"
+    return kept
+
+
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8"
+    )

@@ -145,12 +145,12 @@ def _write(
 
 def _warn_about_vocabulary(folder: Path, model: ModelConfig, say: Callable[[str], None]) -> None:
     """Says so when the tokenizer knows more tokens than the embedding has rows."""
-    source = folder / "source"
-    if not (source / "tokenizer.json").exists():
+    tokenizer = folder / "source" / "tokenizer.json"
+    if not tokenizer.exists():
         return
-    from transformers import AutoTokenizer
+    from tokenizers import Tokenizer
 
-    tokens = len(AutoTokenizer.from_pretrained(source))
+    tokens = Tokenizer.from_file(str(tokenizer)).get_vocab_size(with_added_tokens=True)
     if tokens > model.vocab_size:
         say(
             f"warning: the tokenizer has {tokens} tokens, the embedding {model.vocab_size} rows: "

@@ -7,7 +7,7 @@ from typing import Any
 from megatron_aha.config.aha import AHAConfig
 from megatron_aha.config.model import ModelConfig
 from megatron_aha.errors import UserError, nearest
-from megatron_aha.hf.rope import read_rope, write_rope
+from megatron_aha.hf.rope import read_rope, write_rope, write_rope_parameters
 
 DENSE = "LlamaForCausalLM"
 AHA = "LlamaAHAForCausalLM"
@@ -117,7 +117,7 @@ def write_config(
         "vocab_size": model.vocab_size,
         "max_position_embeddings": model.max_position_embeddings,
         "rms_norm_eps": model.rms_norm_eps,
-        **write_rope(model.rope_theta, model.rope_scaling),
+        **(write_rope_parameters if routed else write_rope)(model.rope_theta, model.rope_scaling),
         "tie_word_embeddings": model.tied_embeddings,
         "initializer_range": model.init_std,
         "hidden_act": "silu",

@@ -1,4 +1,4 @@
-"""Rotary position settings: read in both spellings of Hugging Face, written in the one all versions read."""
+"""Rotary position settings in the two spellings of Hugging Face configurations."""
 
 from __future__ import annotations
 
@@ -50,8 +50,21 @@ def read_rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
 
 
 def write_rope(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
-    """Returns the configuration's entries in the older spelling, which transformers 4.57 and 5 both read."""
+    """Returns a plain Llama's entries, in the older spelling, which transformers 4.57 and 5 both read."""
+    return {"rope_theta": theta, "rope_scaling": _scaling_entries(scaling)}
+
+
+def write_rope_parameters(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
+    """Returns the entry of a configuration with code of its own, in the newer spelling.
+
+    ``LlamaAHAConfig`` translates it for 4.57. The older one would break ``AutoTokenizer`` of 5, which reads a
+    configuration whose code it may not run as one without sizes, and then wants them for the scaling.
+    """
+    entries = _scaling_entries(scaling) or {"rope_type": "default"}
+    return {"rope_parameters": {**entries, "rope_theta": theta}}
+
+
+def _scaling_entries(scaling: RopeScaling | None) -> dict[str, Any] | None:
     if scaling is None:
-        return {"rope_theta": theta, "rope_scaling": None}
-    values = {key: getattr(scaling, key) for key in _SCALINGS[scaling.kind]}
-    return {"rope_theta": theta, "rope_scaling": {"rope_type": scaling.kind, **values}}
+        return None
+    return {"rope_type": scaling.kind, **{key: getattr(scaling, key) for key in _SCALINGS[scaling.kind]}}

@@ -187,7 +187,6 @@ class GGUFSource:
         tokenizer.save_pretrained(folder)
         self._model.config.save_pretrained(folder)
         self._model.generation_config.save_pretrained(folder)
-        _clean_tokenizer_config(folder / "tokenizer_config.json")
 
     def reference(self) -> Any:
         return self._model
@@ -230,13 +229,3 @@ def _open(path: Path) -> Any:
         raise UserError(
             f"{path} ({path.stat().st_size} bytes) is no complete safetensors file: {error}"
         ) from error
-
-
-def _clean_tokenizer_config(path: Path) -> None:
-    """Takes out how it was loaded, and a class name that transformers 4 lacks; both know the older one."""
-    content = read_json(path)
-    for key in ("is_local", "local_files_only"):
-        content.pop(key, None)
-    if content.get("tokenizer_class") == "TokenizersBackend":
-        content["tokenizer_class"] = "PreTrainedTokenizerFast"
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

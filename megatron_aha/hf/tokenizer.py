@@ -196,7 +196,10 @@ def _fast_backend(location: Path) -> tuple[Any, str | None]:
         if location.suffix == ".gguf":
             tokenizer = AutoTokenizer.from_pretrained(str(location.parent), gguf_file=location.name)
         else:
-            tokenizer = AutoTokenizer.from_pretrained(str(location), local_files_only=True)
+            # A model's own code is not needed here, and transformers would ask for it on the terminal.
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(location), local_files_only=True, trust_remote_code=False
+            )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(f"--tokenizer: transformers cannot load '{location}': {error}") from error
     backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -1,7 +1,8 @@
 """A stranger's process: plain transformers of any supported version, exported folders, no megatron_aha.
 
-Run as ``python -P stranger.py JOB.json``. The job names folders to load; for each, logits must equal the expected ones,
-generation with dynamic and static caches must equal generation without, and it may be saved elsewhere.
+Run as ``python -P stranger.py JOB.json``. The job names folders to load; the answer says of each how far the
+logits are from the expected ones and whether generation with caches equals that without. Each may be saved
+elsewhere.
 """
 
 from __future__ import annotations

@@ -32,9 +32,7 @@ def test_a_wrong_weight_fails_the_check_of_an_import(tmp_path: Path, routed: boo
     )
     outcome = check_import(reader, open_source(tmp_path / "right"), None)
     assert outcome.passed and outcome.compared > outcome.tokens // 2
-    with pytest.raises(
-        UserError, match="the imported model and transformers' own differ: .* MORE THAN 1e-05"
-    ):
+    with pytest.raises(UserError, match="the imported model and transformers' own differ: .*MORE THAN 1e-05"):
         check_import(reader, open_source(tmp_path / "wrong"), None)
 
 

@@ -18,7 +18,7 @@ from megatron_aha.config.model import ModelConfig, RopeScaling
 from megatron_aha.errors import UserError
 from megatron_aha.hf.importer import import_checkpoint
 from megatron_aha.hf.llama import read_config, write_config
-from megatron_aha.hf.rope import read_rope, write_rope
+from megatron_aha.hf.rope import read_rope, write_rope, write_rope_parameters
 
 LLAMA3 = {
     "factor": 8.0,
@@ -98,11 +98,12 @@ def test_what_the_model_would_not_compute_is_refused_by_name_before_reading_weig
         ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}}, RopeScaling("linear", 4.0)),
     ],
 )
-def test_rope_is_read_in_both_spellings_and_written_in_the_older(
+def test_rope_is_read_and_written_in_both_spellings(
     spelling: dict[str, Any], expected: RopeScaling | None
 ) -> None:
     assert read_rope(spelling) == (5e5, expected)
     assert read_rope(write_rope(5e5, expected)) == (5e5, expected)
+    assert read_rope(write_rope_parameters(5e5, expected)) == (5e5, expected)
 
 
 @pytest.mark.parametrize("old_spelling", [True, False])
