@@ -2,7 +2,8 @@
 # The main job in small, on a CPU: import SmolLM2-135M, continue its pretraining on Python's standard library, once
 # dense and once with All-or-Here Attention, export both, compare them in plain transformers.
 #
-#   bash launch/quickstart.sh                       results in runs/quickstart; finished steps are not repeated
+#   bash launch/quickstart.sh                       results in runs/quickstart; finished steps are not repeated,
+#                                                   unless you remove that folder
 #   QUICKSTART_STEPS=3 bash launch/quickstart.sh    a shorter training
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -33,24 +34,25 @@ step() {
     printf '   took %s s\n' $((SECONDS - started))
 }
 
-# preprocess NAME: runs/quickstart/text/NAME.jsonl becomes the dataset runs/quickstart/data/NAME.
-preprocess() {
-    "$PY" tools/preprocess_data.py --input "$OUT/text/$1.jsonl" --output "$OUT/data/$1" --overwrite \
-        --tokenizer "$OUT/imported" --eod '<|endoftext|>'
-}
-
-# train NAME OPTION...: three processes with tensor and sequence parallelism; goes on where it was stopped.
+# train NAME OPTION...: three processes with tensor and sequence parallelism; goes on where it was stopped, unless the
+# configuration is another now.
 train() {
-    local name="$1" port
+    local name="$1" port configuration
     shift
+    configuration="$* $(cat "${CONFIGS[@]}" | cksum)"
+    if [ "$(cat "$RUN/$name/configuration" 2>/dev/null)" != "$configuration" ]; then
+        rm -rf "${RUN:?}/$name"
+        mkdir -p "$RUN/$name"
+        printf '%s' "$configuration" >"$RUN/$name/configuration"
+    fi
     # The launcher's fixed default would collide with any other run on this machine.
     port="$("$PY" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')"
     deepspeed --num_gpus 3 --master_port "$port" launch/pretrain.sh "${CONFIGS[@]/#/--config=}" \
         --checkpoint.init_from "$OUT/imported" --checkpoint.directory "$RUN/$name/checkpoint" \
         --logging.directory "$RUN/$name/log" --data.blend "[$OUT/data/train]" \
-        --data.valid_blend "[$OUT/data/held_out]" --training.train_steps "$STEPS" \
-        --training.warmup_steps $((STEPS / 5)) --training.eval_interval $(((STEPS + 1) / 2)) \
-        --training.eval_steps 4 "$@"
+        --data.split 97,3,0 --training.train_steps "$STEPS" --training.warmup_steps $((STEPS / 5)) \
+        --training.eval_interval $(((STEPS + 1) / 2)) --training.eval_steps 4 \
+        --checkpoint.save_interval $(((STEPS + 1) / 2)) "$@"
 }
 
 # export_model CHECKPOINT FOLDER: for transformers, with tokenizer and modelling code.
@@ -79,8 +81,9 @@ step "importing SmolLM2-135M" "$OUT/imported/latest" \
     "$PY" tools/convert_from_hf.py --source "$GGUF" --output "$OUT/imported"
 step "collecting Python's standard library as text" "$OUT/text/held_out.jsonl" \
     "$PY" -m megatron_aha.data.stdlib_corpus --output "$OUT/text/train.jsonl" --held-out-output "$OUT/text/held_out.jsonl"
-step "tokenizing the training text" "$OUT/data/train.json" preprocess train
-step "tokenizing the held-out text" "$OUT/data/held_out.json" preprocess held_out
+step "tokenizing it" "$OUT/data/train.json" \
+    "$PY" tools/preprocess_data.py --input "$OUT/text/train.jsonl" --output "$OUT/data/train" --overwrite \
+    --tokenizer "$OUT/imported" --eod '<|endoftext|>'
 step "training dense, $STEPS steps" "$RUN/dense/checkpoint/$last/index.json" train dense --aha.enabled false
 step "training with All-or-Here Attention, $STEPS steps" "$RUN/aha/checkpoint/$last/index.json" train aha
 step "exporting the imported model" "$OUT/imported-hf/config.json" export_model "$OUT/imported" "$OUT/imported-hf"
