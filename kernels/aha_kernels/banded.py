@@ -1,130 +1,20 @@
 """Torch path for long segments, one KV group at a time: near tiles for all rows, compacted rows for far keys.
 
-Scores are taken relative to a number known beforehand for each row (forward: its score with its own key;
-backward: its log-sum-exp), as one more column of the matrix product: ``[q, -reference] [k, 1]^T``. So near
-and far parts need no running maximum and merge by addition. Where scores differ so much that this leaves
-the range of the dtype, the functions return False and the caller takes :mod:`aha_kernels.dense`.
+The two passes of each function return False where scores leave the range that :mod:`aha_kernels.group`
+states.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
+from aha_kernels.flash import flash_forward, flash_suits
+from aha_kernels.group import Group, all_finite, with_column
 from aha_kernels.problem import Problem
-from aha_kernels.tiles import FAR_KEYS, FAR_ROWS, FarRows, FarTile, NearTile, near_tiles
+from aha_kernels.tiles import FarRows
 
 SMALLEST_SHARE = 1e-30  # of the weight that near keys may have before their part of a gradient underflows
-
-
-def with_column(
-    x: Tensor, column: Tensor | float, factor: float = 1.0, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """Returns x [.., dim] times factor as a matrix [rows, dim + 1], whose last column is ``column``."""
-    dim = x.shape[-1]
-    result = x.new_empty((*x.shape[:-1], dim + 1), dtype=dtype)
-    result[..., :dim] = x
-    if factor != 1.0:
-        result[..., :dim] *= factor
-    result = result.view(-1, dim + 1)
-    result[:, dim] = column
-    return result
-
-
-class Group:
-    """The rows and keys of one segment and KV group, as matrices: rows [queries * group, dim], keys [keys,
-    dim].
-    """
-
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, dtype: torch.dtype) -> None:
-        """q [queries, group, dim]; k, v [keys, dim]."""
-        self.group, self.num_keys = q.shape[1], k.shape[0]
-        self.num_queries, self.dim = q.shape[0], q.shape[2]
-        self.window, self.sinks = problem.window, min(problem.num_sink_tokens, self.num_keys)
-        self.queries = with_column(q, 0.0, problem.softmax_scale, dtype)
-        self.keys, self.values = with_column(k, 1.0, 1.0, dtype), with_column(v, 1.0, 1.0, dtype)
-        self.near = list(near_tiles(self.num_queries, self.num_keys, self.window, self.group))
-        largest = max(tile.count * tile.queries * self.group * tile.width for tile in self.near)
-        size = max(largest, FAR_ROWS * FAR_KEYS)
-        # One tile of scores and one of their gradients, reused: memory that stays in the cache.
-        self._buffers = [q.new_empty(size, dtype=dtype), q.new_empty(size, dtype=dtype)]
-
-    def set_reference(self, reference: Tensor) -> None:
-        """Puts the number that scores are taken relative to, [queries, group], into the extra column of the
-        rows.
-        """
-        self.queries[:, self.dim] = -reference.reshape(-1)
-
-    def far_rows(self, rows: Tensor) -> FarRows:
-        """Returns the given sorted rows, without those that have no key beyond their window and the sinks."""
-        first = self.sinks + self.window - (self.num_keys - self.num_queries)  # first query with a far key
-        rows = rows[int(torch.searchsorted(rows, max(0, first) * self.group)) :]
-        return FarRows(rows, self.group, self.num_queries, self.num_keys, self.window)
-
-    def sink_rows(self) -> FarRows:
-        """Returns the rows whose window does not reach the first key: they see the sinks as keys apart."""
-        first = max(0, self.window - (self.num_keys - self.num_queries)) * self.group
-        if self.sinks == 0:
-            first = self.queries.shape[0]
-        last = self.queries.shape[0]
-        rows = torch.arange(min(first, last), last, device=self.queries.device)
-        return FarRows(rows, self.group, self.num_queries, self.num_keys, self.window)
-
-    def product(self, a: Tensor, b: Tensor, buffer: int) -> Tensor:
-        """Returns the matrix product (or batch of them) a b in one of the two reused buffers."""
-        shape = (*a.shape[:-1], b.shape[-1])
-        result = self._buffers[buffer][: math.prod(shape)].view(shape)
-        return torch.mm(a, b, out=result) if a.dim() == 2 else torch.bmm(a, b, out=result)
-
-    def tile_rows(self, tile: NearTile, x: Tensor) -> Tensor:
-        """Returns the rows of a near tile of x [rows, dim] as a view [tiles, rows, dim]."""
-        first, size = tile.query * self.group, tile.queries * self.group
-        return x[first : first + tile.count * size].view(tile.count, size, x.shape[1])
-
-    def tile_keys(self, tile: NearTile, x: Tensor) -> Tensor:
-        """Returns the keys of a near tile of x [keys, dim] as an overlapping view [tiles, keys, dim]."""
-        stride = x.stride(0)
-        return x.as_strided(
-            (tile.count, tile.width, x.shape[1]),
-            (tile.queries * stride, stride, 1),
-            x.storage_offset() + tile.key * stride,
-        )
-
-    def near_weights(self, tile: NearTile) -> Tensor:
-        """Returns exp(score - reference) [tiles, rows, keys] of a near tile."""
-        scores = self.product(
-            self.tile_rows(tile, self.queries), self.tile_keys(tile, self.keys).transpose(1, 2), buffer=0
-        )
-        tile.mask(scores, self.group, self.window)
-        return scores.exp_()
-
-    def far_weights(self, rows: FarRows, tile: FarTile, queries: Tensor) -> Tensor:
-        """Returns exp(score - reference) [rows, keys] of a far tile; queries [all rows, dim + 1]."""
-        scores = self.product(
-            queries[tile.row : tile.row_stop], self.keys[tile.key : tile.key_stop].T, buffer=0
-        )
-        rows.mask(tile, scores)
-        return scores.exp_()
-
-    def accumulate_far(
-        self,
-        rows: FarRows,
-        queries: Tensor,
-        first_key: int,
-        last_key: int | None,
-        into: Tensor,
-        totals: Tensor,
-    ) -> None:
-        """Adds weight * value to into [rows, dim] and weight to totals [rows], over the far keys of the
-        rows.
-        """
-        for tile in rows.tiles(first_key, last_key):
-            weights = self.far_weights(rows, tile, queries)
-            at = slice(tile.row, tile.row_stop)
-            into[at].addmm_(weights, self.values[tile.key : tile.key_stop, : self.dim])
-            totals[at] += weights.sum(-1)
 
 
 def banded_forward(
@@ -144,32 +34,18 @@ def banded_forward(
     query's own key is the last key.
     """
     work = Group(q, k, v, problem, lse.dtype)
-    own_keys = work.keys[work.num_keys - work.num_queries :, None, : work.dim]
-    own = (work.queries.view(*q.shape[:2], -1)[..., : work.dim] * own_keys).sum(
-        -1
-    )  # each row's score with itself
+    own = work.own_scores()
     work.set_reference(own)
-
-    sums = torch.empty_like(work.queries[:, : work.dim])  # of weight * value
-    totals = torch.empty_like(sums[:, 0])  # of weights
-    for tile in work.near:
-        weights = work.near_weights(tile)
-        torch.bmm(weights, work.tile_keys(tile, work.values)[..., : work.dim], out=work.tile_rows(tile, sums))
-        torch.sum(weights, -1, out=work.tile_rows(tile, totals[:, None])[..., 0])
-    sinks = work.sink_rows()
-    if len(sinks):
-        at = slice(int(sinks.rows[0]), None)
-        work.accumulate_far(sinks, work.queries[at], 0, work.sinks, sums[at], totals[at])
-    lse_here.copy_(totals.log().view_as(own).add_(own))
-
+    sums, totals = work.near_sums()
+    lse_here.copy_((totals.log() + own).view_as(lse))
     far = work.far_rows(opens.reshape(-1).nonzero()[:, 0])
     if len(far):
         far_sums, far_totals = sums[far.rows], totals[far.rows]
         work.accumulate_far(far, work.queries[far.rows], work.sinks, None, far_sums, far_totals)
         sums[far.rows], totals[far.rows] = far_sums, far_totals
-    if not bool(totals.isfinite().all() & sums.isfinite().all()):
+    if not all_finite(sums, totals):
         return False
-    lse.copy_(totals.log().view_as(own).add_(own))
+    lse.copy_((totals.log() + own).view_as(lse))
     out.copy_(sums.div_(totals[:, None]).view_as(q))
     return True
 
@@ -205,7 +81,12 @@ def banded_backward(
         d_route = torch.zeros_like(delta)
         if bool((share < SMALLEST_SHARE).any()):
             return False
-        if probes is not None and not _probe(work, probes, lse_here, d_out, d_route):
+        if probes is not None and flash_suits(probes, work.num_keys):
+            everything, _ = flash_forward(q, k, v, problem.softmax_scale, lse.dtype)
+            rows = work.far_rows(probes.reshape(-1).nonzero()[:, 0]).rows
+            difference = (d_out[:, : work.dim] * everything.reshape(-1, work.dim)).sum(-1) - delta
+            d_route[rows] = difference[rows]
+        elif probes is not None and not probe_rows(work, probes, lse_here, d_out, d_route):
             return False
 
     far = work.far_rows(opens.reshape(-1).nonzero()[:, 0])
@@ -214,7 +95,7 @@ def banded_backward(
     work.set_reference(lse_here)
     gradients = Gradients(work)
     # d_out * share: the near weights below are relative to the near keys alone
-    near_sum = _near_backward(work, gradients, d_out.mul_(share[:, None]), d_route is not None)
+    near_sum = near_backward(work, gradients, d_out.mul_(share[:, None]), d_route is not None)
     if len(far):
         rows_gradient = torch.zeros_like(far_queries[:, : work.dim])
         _far_backward(work, far, far_queries, far_d_out, gradients, rows_gradient, work.sinks, None)
@@ -240,7 +121,7 @@ class Gradients:
         self.values = torch.zeros_like(self.keys)
 
 
-def _probe(work: Group, probes: Tensor, lse_here: Tensor, d_out: Tensor, d_route: Tensor) -> bool:
+def probe_rows(work: Group, probes: Tensor, lse_here: Tensor, d_out: Tensor, d_route: Tensor) -> bool:
     """Writes ``<dO, O_all - O_here>`` of the here-rows in probes to d_route [rows]; returns False out of
     range.
     """
@@ -254,10 +135,10 @@ def _probe(work: Group, probes: Tensor, lse_here: Tensor, d_out: Tensor, d_route
     # sums is weight * O_far relative to the near weight 1; the last column of d_out is -<dO, O_here>
     difference = (sums * row_d_out[:, : work.dim]).sum(-1) + totals * row_d_out[:, work.dim]
     d_route[rows.rows] = difference / (1 + totals)
-    return bool(totals.isfinite().all() & sums.isfinite().all())
+    return all_finite(sums, totals)
 
 
-def _near_backward(work: Group, gradients: Gradients, d_out: Tensor, sum_rows: bool) -> Tensor | None:
+def near_backward(work: Group, gradients: Gradients, d_out: Tensor, sum_rows: bool) -> Tensor | None:
     """Writes gradients.queries and adds to the others over near keys and sinks; returns sums [rows] if asked.
 
     d_out [rows, dim + 1] is ``share * [dO, -delta]``; the sums are of the score gradients over each row's

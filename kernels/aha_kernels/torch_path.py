@@ -9,6 +9,8 @@ from torch import Tensor
 
 from aha_kernels.banded import banded_backward, banded_forward
 from aha_kernels.dense import dense_backward, dense_forward
+from aha_kernels.flash import flash_suits
+from aha_kernels.mostly_open import mostly_open_backward, mostly_open_forward
 from aha_kernels.pool import run_all
 from aha_kernels.problem import Problem, compute_dtype
 from aha_kernels.segments import Segment
@@ -41,16 +43,13 @@ def torch_forward(
     def banded(segment: Segment, kv_head: int) -> None:
         b, heads = segment.batch, slice(kv_head * group, (kv_head + 1) * group)
         rows, keys = segment.rows, segment.keys
-        if not banded_forward(
-            q[b, rows, heads],
-            k[b, keys, kv_head],
-            v[b, keys, kv_head],
-            opens[b, rows, heads],
-            problem,
-            out[b, rows, heads],
-            lse[b, rows, heads],
-            lse_here[b, rows, heads],
-        ):
+        inputs = (q[b, rows, heads], k[b, keys, kv_head], v[b, keys, kv_head], opens[b, rows, heads])
+        results = (out[b, rows, heads], lse[b, rows, heads])
+        if flash_suits(inputs[3], segment.num_keys):
+            done = mostly_open_forward(*inputs, problem, *results)
+        else:
+            done = banded_forward(*inputs, problem, *results, lse_here[b, rows, heads])
+        if not done:
             one = slice(kv_head, kv_head + 1)
             dense_forward(
                 q[:, :, heads],
@@ -101,22 +100,21 @@ def torch_backward(
     def banded(segment: Segment, kv_head: int) -> None:
         b, heads = segment.batch, slice(kv_head * group, (kv_head + 1) * group)
         rows, keys = segment.rows, segment.keys
-        if not banded_backward(
-            grad_out[b, rows, heads],
-            q[b, rows, heads],
-            k[b, keys, kv_head],
-            v[b, keys, kv_head],
-            opens[b, rows, heads],
+        inputs = (q[b, rows, heads], k[b, keys, kv_head], v[b, keys, kv_head], opens[b, rows, heads])
+        chosen = (
             None if probes is None else probes[b, rows, heads],
             out[b, rows, heads],
             lse[b, rows, heads],
-            lse_here[b, rows, heads],
-            problem,
-            grad_q[b, rows, heads],
-            grad_k[b, keys, kv_head],
-            grad_v[b, keys, kv_head],
-            None if grad_route is None else grad_route[b, rows, heads],
-        ):
+        )
+        gradients = (grad_q[b, rows, heads], grad_k[b, keys, kv_head], grad_v[b, keys, kv_head])
+        d_route = None if grad_route is None else grad_route[b, rows, heads]
+        d_out = grad_out[b, rows, heads]
+        if flash_suits(inputs[3], segment.num_keys):
+            done = mostly_open_backward(d_out, *inputs, *chosen, problem, *gradients, d_route)
+        else:
+            near = lse_here[b, rows, heads]
+            done = banded_backward(d_out, *inputs, *chosen, near, problem, *gradients, d_route)
+        if not done:
             one = slice(kv_head, kv_head + 1)
             dense_backward(
                 grad_out[:, :, heads],

@@ -165,6 +165,8 @@ def triton_backward(
 
     if with_router:
         probed = (route == 0) if probes is None else probes
-        probed = make_row_list(probed & geometry.has_far()[..., None], call.kv_heads)
-        call.rows_forward(probed, out, lse, (grad_out, delta, lse_here, grad_route), 1.0 / router_grad_rate)
+        probed_rows = make_row_list(probed & geometry.has_far()[..., None], call.kv_heads)
+        call.rows_forward(
+            probed_rows, out, lse, (grad_out, delta, lse_here, grad_route), 1.0 / router_grad_rate
+        )
     return grad_q, grad_k, grad_v, grad_route
