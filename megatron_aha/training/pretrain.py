@@ -12,6 +12,7 @@ from megatron_aha.config.merge import take_model_from_checkpoint
 from megatron_aha.config.parse import parse_run
 from megatron_aha.config.run import RunConfig
 from megatron_aha.config.validate import check
+from megatron_aha.data.checks import plan_splits
 from megatron_aha.entry import choose_accelerator, require_deepspeed, run_alone_without_launcher
 from megatron_aha.report.dry_run import print_dry_run
 
@@ -43,6 +44,8 @@ def main(argv: Sequence[str]) -> int:
     run_alone_without_launcher()
     has_gpu = choose_accelerator() == "cuda"
     check(config, int(os.environ["WORLD_SIZE"]), has_gpu)
+    # Before the model is built, which can take minutes; checksums are compared later, on one rank.
+    plan_splits(config, contents=False)
     _configure_process(config)
     # Only now: importing them takes seconds, which --help, --dry-run and a mistake need not wait for, and
     # deepspeed reads DS_ACCELERATOR.
