@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from megatron_aha.errors import UserError
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 except that ``1e-4`` is a number, and that a key given twice is an error."""
+    """YAML in which a key given twice is an error; ``1e-4``, a text in YAML 1.1, jsonargparse takes as a number."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -24,13 +23,6 @@ class _Loader(yaml.SafeLoader):
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
 
 
 def parse_yaml(text: str) -> Any:

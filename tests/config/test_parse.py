@@ -59,7 +59,7 @@ def test_weights_in_a_yaml_blend_are_numbers_and_arrive_as_texts(tmp_path: Path)
 
 
 def test_sections_stack_key_by_key(tmp_path: Path) -> None:
-    first = write(tmp_path / "a.yaml", "training:\n  deepspeed: {x: 1, zero_optimization: {y: 2}}\n")
+    first = write(tmp_path / "a.yaml", "training:\n  deepspeed: {x: 1e-4, zero_optimization: {y: 2}}\n")
     second = write(tmp_path / "b.yaml", "training:\n  deepspeed: {zero_optimization: {z: 3}}\nmodel:\n")
     config = parse_run(
         [
@@ -73,7 +73,7 @@ def test_sections_stack_key_by_key(tmp_path: Path) -> None:
             "{lr: 1e-5}",
         ]
     ).config
-    assert config.training.deepspeed == {"x": 1, "zero_optimization": {"y": 2, "z": 3}}
+    assert config.training.deepspeed == {"x": 1e-4, "zero_optimization": {"y": 2, "z": 3}}
     assert config.model.rope_scaling is not None and config.model.rope_scaling.factor == 32.0
     assert config.training.lr == 1e-5
 

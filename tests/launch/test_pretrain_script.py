@@ -46,8 +46,10 @@ def test_the_deepspeed_launcher_runs_it_with_python_on_every_rank_and_values_arr
 
 
 def test_bash_passes_launcher_options_before_the_dashes_and_one_mistake_on_two_ranks_is_told_once() -> None:
-    result = start(BASH, SCRIPT, "--num_gpus", "2", "--", "--aha.windw", "3")
-    assert "'--local_rank=1', '--aha.windw', '3'" in result.stdout + result.stderr
+    arguments = ["--logging.directory", AWKWARD, "--aha.windw", "3"]
+    result = start(BASH, SCRIPT, "--num_gpus", "2", "--", *arguments)
+    # the launcher logs the command of each rank as a Python list
+    assert str(["--local_rank=1", *arguments])[1:] in result.stdout + result.stderr
     assert sentence(result) == "error: unknown option --aha.windw; did you mean '--aha.window'?"
 
 
