@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from megatron_aha.config.parse import to_yaml
 from megatron_aha.config.run import RunConfig
 from megatron_aha.config.validate import problems
+from megatron_aha.data.checks import plan_splits
+from megatron_aha.errors import UserError
 from megatron_aha.report.batch import batch_arithmetic, expected_world_size
 from megatron_aha.report.flops import step_flops
 from megatron_aha.report.memory import GIB, estimate_memory
@@ -117,8 +119,13 @@ def _size(size: float) -> str:
 
 
 def _remarks(config: RunConfig) -> Iterator[str]:
-    """Yields what is possible but hardly meant."""
+    """Yields what is possible but hardly meant, and data that is not there yet or not for this model."""
     aha, data, training = config.aha, config.data, config.training
+    if data.blend:
+        try:
+            plan_splits(config, contents=False)
+        except UserError as error:
+            yield f"the run would stop at its data as it is here: {error}"
     if aha.enabled and aha.window + aha.num_sink_tokens >= data.seq_length:
         yield (
             f"--aha.window {aha.window} covers the whole of --data.seq_length {data.seq_length}: both "

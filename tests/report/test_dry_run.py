@@ -67,6 +67,7 @@ def test_what_is_hardly_meant_is_remarked() -> None:
     remarks = section(report, "Remarks")
     assert any("--aha.window 1024 covers the whole of --data.seq_length 1024" in line for line in remarks)
     assert any("--checkpoint.directory is not set" in line for line in remarks)
+    assert any("--data.blend: there is no dataset 'a'" in line for line in remarks)
 
 
 def test_only_the_first_rank_prints_and_all_return_the_verdict(
