@@ -65,8 +65,8 @@ def pack(
     document_start = torch.repeat_interleave(cu_seqlens[:-1], lengths)
     document_position = torch.arange(position_ids.numel()) - document_start
     borders = cu_seqlens.to(device=device, dtype=torch.int32)
-    # Megatron-core builds its rotary table up to this length.
-    table_length = int(position_ids.max()) + 1
+    # Megatron-core builds and caches a rotary table per length: powers of two keep them few.
+    table_length = 1 << int(position_ids.max()).bit_length()
     return PackedBatch(
         qkv_format="thd",
         cu_seqlens_q=borders,

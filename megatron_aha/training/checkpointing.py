@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +23,31 @@ from megatron_aha.training.engine import TrainingEngine
 from megatron_aha.training.optimizer_state import MOMENTS, OptimizerState
 from megatron_aha.training.random_state import random_states, restore_random_states
 
+logger = logging.getLogger(__name__)
+
 # One file holds about this many bytes; the writer's memory stays near it.
 FILE_BYTES = 2**30
 
 Tensors = dict[str, Slice | Tensor | list[Slice]]
 
 
+@dataclass
+class Position:
+    """How far a run is.
+
+    Attributes:
+        step: optimizer steps done.
+        consumed_samples: sequences consumed by them.
+        data: fingerprint of the data they came from.
+    """
+
+    step: int
+    consumed_samples: int
+    data: str
+
+
 def save_checkpoint(
-    engine: TrainingEngine, config: RunConfig, step: int, consumed_samples: int, source_dir: Path | None
+    engine: TrainingEngine, config: RunConfig, position: Position, source_dir: Path | None
 ) -> None:
     """Writes weights, optimizer, random states and position of a run (a collective).
 
@@ -37,8 +57,7 @@ def save_checkpoint(
     Args:
         engine: of the run.
         config: of the run; ``checkpoint.directory`` must be set.
-        step: optimizer steps done.
-        consumed_samples: sequences consumed by them.
+        position: how far the run is.
         source_dir: files of the original model that are carried along.
 
     Raises:
@@ -46,7 +65,7 @@ def save_checkpoint(
     """
     assert config.checkpoint.directory is not None
     writer = CheckpointWriter(
-        config.checkpoint.directory, step, config.model, config.aha if config.aha.enabled else None
+        config.checkpoint.directory, position.step, config.model, config.aha if config.aha.enabled else None
     )
     records: list[FileRecord] = []
     problem: str | None = None
@@ -60,8 +79,7 @@ def save_checkpoint(
     problem = next((problem for problem, _ in gathered if problem), None)
     if problem is None and torch.distributed.get_rank() == 0:
         state = {
-            "step": step,
-            "consumed_samples": consumed_samples,
+            **dataclasses.asdict(position),
             "adam_steps": engine.optimizer_state.steps(),
             "world_size": torch.distributed.get_world_size(),
         }
@@ -73,12 +91,10 @@ def save_checkpoint(
             problem = str(error)
     problem = _share(problem)[0] or problem
     if problem is not None:
-        raise UserError(f"the checkpoint of step {step} could not be written: {problem}")
+        raise UserError(f"the checkpoint of step {position.step} could not be written: {problem}")
 
 
-def restore_training(
-    engine: TrainingEngine, reader: CheckpointReader, *, fresh_optimizer: bool
-) -> tuple[int, int]:
+def restore_training(engine: TrainingEngine, reader: CheckpointReader, *, fresh_optimizer: bool) -> Position:
     """Restores optimizer and random states of a run whose weights are already loaded (a collective).
 
     Args:
@@ -87,7 +103,7 @@ def restore_training(
         fresh_optimizer: keep step and schedule, start Adam's moments anew.
 
     Returns:
-        Steps done and samples consumed.
+        How far the run was.
 
     Raises:
         UserError: the checkpoint was not written by training, or lacks optimizer state.
@@ -105,7 +121,14 @@ def restore_training(
     prefix = f"{RNG_PREFIX}{torch.distributed.get_rank():05d}."
     if state["world_size"] == torch.distributed.get_world_size():
         restore_random_states({name.removeprefix(prefix): reader.read(name) for name in reader.names(prefix)})
-    return state["step"], state["consumed_samples"]
+    elif torch.distributed.get_rank() == 0:
+        logger.warning(
+            "%s was written by %d ranks and is resumed on %d: dropout draws anew",
+            reader.folder,
+            state["world_size"],
+            torch.distributed.get_world_size(),
+        )
+    return Position(state["step"], state["consumed_samples"], state["data"])
 
 
 def _restore_parameter(optimizer: OptimizerState, reader: CheckpointReader, local: LocalParameter) -> None:
