@@ -20,6 +20,7 @@ MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export MASTER_ADDR MASTER_PORT
 
 # The first rank that fails ends the job: the others would wait for it.
+# shellcheck disable=SC2016  # each task reads its own variables
 exec srun --kill-on-bad-exit=1 bash -c '
     export RANK="$SLURM_PROCID" LOCAL_RANK="$SLURM_LOCALID" WORLD_SIZE="$SLURM_NTASKS"
     exec python3 -u launch/pretrain.sh "$@"
