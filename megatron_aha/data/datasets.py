@@ -131,7 +131,13 @@ def build_split(request: SplitRequest, cache_dir: str | None) -> tuple[Any, list
     final = _cache_directory(request, weights, cache_dir)
     building = _shared_name(final)
     config.path_to_cache = str(building)
-    datasets = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
+    try:
+        datasets = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
+    except Exception as error:
+        # Megatron-core turns a full disk into a bare Exception that hides what the system said.
+        if isinstance(error.__cause__, OSError):
+            raise UserError(f"--data.cache_dir: cannot write '{building}' ({error.__cause__})") from error
+        raise
     dist.barrier()
     if building != final and dist.get_rank() == 0 and not final.exists():
         os.rename(building, final)

@@ -114,7 +114,9 @@ class DatasetWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._builder.data_file.close()
-        self._lock.close()
-        for suffix in (".bin", ".idx"):
-            Path(self._temporary + suffix).unlink(missing_ok=True)
+        try:
+            self._builder.data_file.close()
+        finally:
+            self._lock.close()
+            for suffix in (".bin", ".idx"):
+                Path(self._temporary + suffix).unlink(missing_ok=True)

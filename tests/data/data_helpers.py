@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import resource
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from megatron_aha.config.run import RunConfig
+from megatron_aha.data.sidecar import TokenizerRecord
 
 EOD = "<|endoftext|>"
 ADDED = ["<tool>", "</tool>", "<think>", "</think>", "<blank>"]
@@ -28,3 +34,28 @@ def run_config(blend: Sequence[str], *, steps: int = 4, eval_interval: int = 0, 
     config.training.eval_interval = eval_interval
     config.training.eval_steps = 2
     return config
+
+
+@contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """Lets no file grow beyond ``size`` bytes: the system then fails writes as a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@dataclass
+class DyingTokenizer:
+    """Kills the process that uses it, as the system does when memory runs out."""
+
+    record: TokenizerRecord
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("unreachable")
+
+    def decode(self, ids: Sequence[int]) -> str:
+        raise NotImplementedError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from data_helpers import EOD, WriteDataset, run_config
+from data_helpers import EOD, WriteDataset, full_disk, run_config
 
 from megatron_aha.config.run import RunConfig
 from megatron_aha.data.batches import BatchSource, build_batch_sources
@@ -215,6 +215,13 @@ def test_a_cache_directory_that_cannot_be_made_is_named(write_dataset: WriteData
     config = run_config([write_dataset("corpus", filled(5))], cache_dir=str(tmp_path / "file" / "cache"))
     with pytest.raises(UserError, match=r"--data.cache_dir: cannot make '.*file/cache'"):
         build(config)
+
+
+def test_a_disk_that_is_full_while_indices_are_written_is_a_sentence(write_dataset: WriteDataset) -> None:
+    config = run_config([write_dataset("corpus", filled(5, documents=200))], steps=100)
+    with full_disk(500), pytest.raises(UserError, match=r"--data.cache_dir: cannot write .*File too large"):
+        build(config)
+    assert tokens_of(build(config)[0], 1).numel() == 16
 
 
 # --- damaged and foreign files ---

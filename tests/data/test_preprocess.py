@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_helpers import ADDED, EOD, TEXT
+from data_helpers import ADDED, EOD, TEXT, DyingTokenizer, full_disk
 
 from megatron_aha.data.preprocess import PreprocessOptions, preprocess
 from megatron_aha.data.preprocess_cli import main
@@ -263,6 +263,24 @@ def test_files_of_another_tool_are_not_overwritten_unasked(bench: Bench) -> None
     assert Path(bench.output + ".bin").read_bytes() == b"precious"
     bench.run(path, overwrite=True)
     assert bench.texts() == ["one"]
+
+
+def test_a_worker_that_dies_is_a_sentence_and_leaves_nothing(bench: Bench) -> None:
+    path = corpus(bench)
+    bench.tokenizer = DyingTokenizer(bench.tokenizer.record)
+    with pytest.raises(UserError, match="a worker process died.*fewer than --workers 2"):
+        bench.run(path, workers=2)
+    assert os.listdir(bench.folder) == ["corpus.jsonl"]
+
+
+def test_a_full_disk_is_a_sentence_and_leaves_nothing(bench: Bench) -> None:
+    path = corpus(bench)
+    with (
+        full_disk(100_000),
+        pytest.raises(UserError, match=r"--output '.*out' cannot be written: .*too large"),
+    ):
+        bench.run(path)
+    assert os.listdir(bench.folder) == ["corpus.jsonl"]
 
 
 def test_two_runs_do_not_write_one_dataset_at_once(bench: Bench) -> None:
