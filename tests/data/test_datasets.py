@@ -83,6 +83,13 @@ def test_two_sources_of_validation_are_refused(write_dataset: WriteDataset) -> N
         build(run_config([prefix], valid_blend=[prefix], eval_interval=1, split="90,10,0"))
 
 
+def test_a_longer_run_begins_with_the_samples_of_a_shorter_one(write_dataset: WriteDataset) -> None:
+    prefix = write_dataset("forty", [[value] * 7 for value in range(1, 41)])
+    short, long = (build(run_config([prefix], steps=steps))[0] for steps in (6, 12))
+    assert long.uses[0].epochs == 1
+    assert torch.equal(tokens_of(short, 6), tokens_of(long, 6))
+
+
 # --- blends ---
 
 
