@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator
 
@@ -43,7 +44,7 @@ def dry_run_report(config: RunConfig, world_size: int, has_gpu: bool | None = No
     remarks = list(_remarks(config))
     if remarks:
         sections.append(("Remarks", remarks))
-    verdict = found or ["none: this run can start"]
+    verdict = found or ["none"]
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     sections.append((f"Incompatibilities on {ranks}", [f"- {line}" for line in verdict]))
     return "\n\n".join("\n".join([f"== {title}", *lines]) for title, lines in sections) + "\n"
@@ -103,14 +104,7 @@ def _memory(config: RunConfig, world_size: int) -> Iterator[str]:
     estimates = estimate_memory(config, data_parallel_size)
     for stage, estimate in enumerate(estimates):
         where = f"stage {stage}: " if len(estimates) > 1 else ""
-        parts = {
-            "weights": estimate.weights,
-            "gradients": estimate.gradients,
-            "optimizer": estimate.optimizer,
-            "activations": estimate.activations,
-            "logits": estimate.logits,
-        }
-        listed = ", ".join(f"{name} {_size(size)}" for name, size in parts.items())
+        listed = ", ".join(f"{name} {_size(size)}" for name, size in dataclasses.asdict(estimate).items())
         yield f"{where}{_size(estimate.total)} = {listed}"
 
 

@@ -1,9 +1,9 @@
 """An estimate of the memory that a rank needs, to be read before asking for the hardware.
 
-It counts tensors, not the allocator's fragments, the communication buffers or the CUDA context: leave a
-fifth free. Activations are what the backward pass needs, with attention that never stores its scores (arXiv
-2205.05198 counts them for another block). ZeRO divides states over the data-parallel ranks: stage 1 the
-optimizer's, stage 2 also the gradients, stage 3 also the weights (arXiv 1910.02054).
+It counts tensors, not the allocator's fragments, NCCL or the CUDA context: leave a fifth free. Activations
+are what the backward pass needs, with attention that never stores its scores (arXiv 2205.05198 counts them
+for another block). ZeRO divides states over the data-parallel ranks: stage 1 the optimizer's, stage 2 also
+the gradients, stage 3 also the weights (arXiv 1910.02054).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class MemoryEstimate:
         optimizer: fp32 masters and Adam's two moments.
         activations: kept from the forward to the backward pass, for every micro-batch in flight.
         logits: scores over the vocabulary and their gradient, on the last stage.
+        buffers: where ZeRO collects gradients before it reduces them, of a fixed size.
     """
 
     weights: float
@@ -35,11 +36,12 @@ class MemoryEstimate:
     optimizer: float
     activations: float
     logits: float
+    buffers: float
 
     @property
     def total(self) -> float:
         """All of it."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+        return sum(dataclasses.astuple(self))
 
 
 def estimate_memory(config: RunConfig, data_parallel_size: int) -> list[MemoryEstimate]:
@@ -63,6 +65,7 @@ def estimate_memory(config: RunConfig, data_parallel_size: int) -> list[MemoryEs
                 optimizer=trained * (8 + 4 * has_master) / shards[0],
                 activations=_activations(config) * (stages - stage),
                 logits=_logits(config) if stage == stages - 1 else 0.0,
+                buffers=_buffers(config),
             )
         )
     return estimates
@@ -120,3 +123,13 @@ def _logits(config: RunConfig) -> float:
     rows = -(-config.model.vocab_size // config.parallel.tensor_model_parallel_size)
     # As computed, in fp32 for the loss, and their gradient.
     return _tokens(config) * rows * (_bytes_per_element(config) + 8)
+
+
+def _buffers(config: RunConfig) -> float:
+    zero = config.training.deepspeed.get("zero_optimization")
+    zero = zero if isinstance(zero, dict) else {}
+    if config.training.zero_stage == 0 or not zero.get("contiguous_gradients", True):
+        return 0.0
+    count = 2 if zero.get("overlap_comm") and config.training.zero_stage < 3 else 1
+    # DeepSpeed's own default, however small the model is.
+    return count * float(zero.get("reduce_bucket_size", 5e8)) * _bytes_per_element(config)

@@ -154,6 +154,11 @@ SP = {TP: 2, "parallel.sequence_parallel": "true"}
         ),
         (
             1,
+            {"training.deepspeed.zero_optimization": 2},
+            "--training.deepspeed.zero_optimization must be a mapping",
+        ),
+        (
+            1,
             {"training.deepspeed.zero_optimization.stage": 2},
             "--training.deepspeed.zero_optimization.stage is generated from --training.zero_stage",
         ),

@@ -67,7 +67,7 @@ def test_bash_reports_on_a_cluster_that_is_not_there() -> None:
     )
     assert result.returncode == 0, result.stderr
     assert "ranks: 512 = tensor 8 x pipeline 1 x context 1 x data 64" in result.stdout
-    assert "- none: this run can start" in result.stdout
+    assert "== Incompatibilities on 512 ranks\n- none\n" in result.stdout
 
 
 def test_a_dry_run_lists_every_incompatibility_and_fails() -> None:

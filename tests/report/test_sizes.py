@@ -150,3 +150,15 @@ def test_a_frozen_model_needs_no_gradients_of_its_weights() -> None:
     (estimate,) = estimate_memory(config, data_parallel_size=1)
     routers = MODEL.num_layers * MODEL.num_attention_heads * (MODEL.hidden_size + 1)
     assert estimate.gradients == 2 * routers
+
+
+def test_zero_collects_gradients_in_buffers_of_a_fixed_size() -> None:
+    def buffers(zero_stage: int, **zero: object) -> float:
+        training = TrainingConfig(
+            zero_stage=zero_stage, deepspeed={"zero_optimization": zero} if zero else {}
+        )
+        return estimate_memory(RunConfig(model=MODEL, training=training), 2)[0].buffers
+
+    assert buffers(1) == buffers(3) == 2 * 5e8
+    assert buffers(2, overlap_comm=True, reduce_bucket_size=1000) == 2 * 2 * 1000
+    assert buffers(0) == buffers(1, contiguous_gradients=False) == 0

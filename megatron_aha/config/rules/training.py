@@ -101,6 +101,8 @@ def _precision_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _deepspeed_problems(extra: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    if not isinstance(extra.get("zero_optimization", {}), dict):
+        yield "--training.deepspeed.zero_optimization must be a mapping; set the stage by --training.zero_stage"
     for key, value in extra.items():
         name = f"{prefix}{key}"
         if name in GENERATED:
