@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,8 +32,9 @@ class CheckedBlend:
 
     @property
     def fingerprint(self) -> str:
-        """Checksums of all the data, which change whenever the text under a prefix does."""
-        return " ".join(f"{sidecar.bin.sha256}:{sidecar.idx.sha256}" for sidecar in self.sidecars)
+        """Digest of all the data, another one whenever the text under a prefix is another."""
+        checksums = [[sidecar.bin.sha256, sidecar.idx.sha256] for sidecar in self.sidecars]
+        return hashlib.sha256(json.dumps(checksums).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 from pathlib import Path
 from types import TracebackType
@@ -12,6 +13,8 @@ import numpy as np
 
 from megatron_aha.data.sidecar import Sidecar, TokenizerRecord, hash_file, sidecar_path, write_sidecar
 from megatron_aha.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 
 class DatasetWriter:
@@ -106,6 +109,9 @@ class DatasetWriter:
             raise UserError(
                 f"another run is writing dataset '{self._prefix}' now; wait for it or name another prefix"
             ) from error
+        except OSError:
+            # Some file systems of clusters have no locks; then only the user keeps two runs apart.
+            logger.warning("no file locks at '%s': let no second run write it now", self._prefix)
         return lock
 
     def __enter__(self) -> Self:
