@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from aha_kernels.triton_forward import load_tile, store_tile
+from aha_kernels.triton_forward import load_keys, load_tile, store_tile
 
 
 @triton.jit
@@ -24,20 +24,20 @@ def query_step(
     row_sum,
     k_base,
     v_base,
-    key,
+    start,
     num_keys,
     stride_k,
     stride_v,
     visible,
     scale,
+    BLOCK_N: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Adds one block of keys to the gradient of the queries and to the rows' sums of score gradients."""
-    keys = key.to(tl.int64)
-    k = load_tile(k_base, keys, stride_k, key < num_keys, D, BLOCK_D)
-    v = load_tile(v_base, keys, stride_v, key < num_keys, D, BLOCK_D)
+    k = load_keys(k_base, start, stride_k, num_keys, BLOCK_N, D, BLOCK_D)
+    v = load_keys(v_base, start, stride_v, num_keys, BLOCK_N, D, BLOCK_D)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     weights = tl.where(visible, tl.exp2(scores - lse[:, None]), 0.0)
     d_scores = weights * (tl.dot(d_out, tl.trans(v), input_precision=PRECISION) - delta[:, None])
@@ -118,9 +118,9 @@ def near_query_kernel(
             sink = (key[None, :] >= first[:, None]) & (key[None, :] < first[:, None] + SINKS)
             visible = visible | (sink & (key[None, :] < stop[:, None]))
         acc, row_sum = query_step(
-            q, d_out, lse, delta, acc, row_sum, k_base, v_base, key, num_keys, stride_kt, stride_vt,
+            q, d_out, lse, delta, acc, row_sum, k_base, v_base, start, num_keys, stride_kt, stride_vt,
             visible, scale,
-            D, BLOCK_D, PRECISION,
+            BLOCK_N, D, BLOCK_D, PRECISION,
         )  # fmt: skip
     if SINKS > 0:
         sink_begin = tl.min(first)
@@ -129,9 +129,9 @@ def near_query_kernel(
             visible = (key[None, :] >= first[:, None]) & (key[None, :] < first[:, None] + SINKS)
             visible = visible & (key[None, :] < stop[:, None]) & (key[None, :] < begin)
             acc, row_sum = query_step(
-                q, d_out, lse, delta, acc, row_sum, k_base, v_base, key, num_keys, stride_kt, stride_vt,
+                q, d_out, lse, delta, acc, row_sum, k_base, v_base, start, num_keys, stride_kt, stride_vt,
                 visible,
-                scale, D, BLOCK_D, PRECISION,
+                scale, BLOCK_N, D, BLOCK_D, PRECISION,
             )  # fmt: skip
     store_tile(D_Q, place * D, 1, ok, acc * softmax_scale, D, BLOCK_D)
     if ROUTER_GRAD:
@@ -208,9 +208,9 @@ def rows_query_kernel(
         key = start + tl.arange(0, BLOCK_N)
         visible = (key[None, :] >= first[:, None]) & (key[None, :] < stop[:, None])
         acc, row_sum = query_step(
-            q, d_out, lse, delta, acc, row_sum, k_base, v_base, key, num_keys, stride_kt, stride_vt,
+            q, d_out, lse, delta, acc, row_sum, k_base, v_base, start, num_keys, stride_kt, stride_vt,
             visible, scale,
-            D, BLOCK_D, PRECISION,
+            BLOCK_N, D, BLOCK_D, PRECISION,
         )  # fmt: skip
     store_tile(D_Q, place * D, 1, ok, acc * softmax_scale, D, BLOCK_D)
 

@@ -22,6 +22,18 @@ def load_tile(base, rows, stride, rows_ok, D: tl.constexpr, BLOCK_D: tl.constexp
 
 
 @triton.jit
+def load_keys(base, start, stride, num_keys, BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Returns rows start .. start + BLOCK_N - 1 of a [keys, D] matrix, zero beyond num_keys.
+
+    The 64-bit part of the address is one number: offsets within the tile take half the registers.
+    """
+    rows = tl.arange(0, BLOCK_N)
+    return load_tile(
+        base + tl.cast(start, tl.int64) * stride, rows, stride, start + rows < num_keys, D, BLOCK_D
+    )
+
+
+@triton.jit
 def store_tile(base, rows, stride, rows_ok, value, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Writes value [rows, BLOCK_D] to base + rows * stride where ok."""
     dims = tl.arange(0, BLOCK_D)
@@ -37,21 +49,21 @@ def softmax_step(
     total,
     k_base,
     v_base,
-    key,
+    start,
     num_keys,
     stride_k,
     stride_v,
     visible,
     scale,
     MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Adds one block of keys to the running (acc, peak, total) of an online softmax in base 2."""
-    keys = key.to(tl.int64)
-    k = load_tile(k_base, keys, stride_k, key < num_keys, D, BLOCK_D)
-    v = load_tile(v_base, keys, stride_v, key < num_keys, D, BLOCK_D)
+    k = load_keys(k_base, start, stride_k, num_keys, BLOCK_N, D, BLOCK_D)
+    v = load_keys(v_base, start, stride_v, num_keys, BLOCK_N, D, BLOCK_D)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
@@ -129,8 +141,8 @@ def near_forward_kernel(
             sink = (key[None, :] >= first[:, None]) & (key[None, :] < first[:, None] + SINKS)
             visible = visible | (sink & (key[None, :] < stop[:, None]))
         acc, peak, total = softmax_step(
-            q, acc, peak, total, k_base, v_base, key, num_keys, stride_kt, stride_vt, visible, scale,
-            True, D, BLOCK_D, PRECISION,
+            q, acc, peak, total, k_base, v_base, start, num_keys, stride_kt, stride_vt, visible, scale,
+            True, BLOCK_N, D, BLOCK_D, PRECISION,
         )  # fmt: skip
     if SINKS > 0:
         # Sinks before the block's windows: those of the earliest document, as a later one starts within the
@@ -141,8 +153,8 @@ def near_forward_kernel(
             visible = (key[None, :] >= first[:, None]) & (key[None, :] < first[:, None] + SINKS)
             visible = visible & (key[None, :] < stop[:, None]) & (key[None, :] < begin)
             acc, peak, total = softmax_step(
-                q, acc, peak, total, k_base, v_base, key, num_keys, stride_kt, stride_vt, visible, scale,
-                True, D, BLOCK_D, PRECISION,
+                q, acc, peak, total, k_base, v_base, start, num_keys, stride_kt, stride_vt, visible, scale,
+                True, BLOCK_N, D, BLOCK_D, PRECISION,
             )  # fmt: skip
     some = total > 0.0
     divisor = tl.where(some, total, 1.0)
@@ -234,25 +246,20 @@ def rows_forward_kernel(
     whole_begin = tl.minimum((tl.max(tl.where(ok, first, 0)) + BLOCK_N - 1) // BLOCK_N * BLOCK_N, end)
     whole_end = tl.maximum(tl.min(tl.where(ok, stop, num_keys)) // BLOCK_N * BLOCK_N, whole_begin)
     whole_end = tl.where(whole_begin < end, whole_end, end)
-    for start in range(begin, whole_begin, BLOCK_N):
-        key = start + tl.arange(0, BLOCK_N)
-        visible = (key[None, :] >= first[:, None]) & (key[None, :] < stop[:, None])
-        acc, peak, total = softmax_step(
-            q, acc, peak, total, k_base, v_base, key, num_keys, stride_kt, stride_vt, visible, scale,
-            True, D, BLOCK_D, PRECISION,
-        )  # fmt: skip
     for start in range(whole_begin, whole_end, BLOCK_N):
-        key = start + tl.arange(0, BLOCK_N)
         acc, peak, total = softmax_step(
-            q, acc, peak, total, k_base, v_base, key, num_keys, stride_kt, stride_vt, key, scale,
-            False, D, BLOCK_D, PRECISION,
+            q, acc, peak, total, k_base, v_base, start, num_keys, stride_kt, stride_vt, start, scale,
+            False, BLOCK_N, D, BLOCK_D, PRECISION,
         )  # fmt: skip
-    for start in range(whole_end, end, BLOCK_N):
+    before = (whole_begin - begin + BLOCK_N - 1) // BLOCK_N
+    after = (end - whole_end + BLOCK_N - 1) // BLOCK_N
+    for i in range(0, before + after):
+        start = tl.where(i < before, begin + i * BLOCK_N, whole_end + (i - before) * BLOCK_N)
         key = start + tl.arange(0, BLOCK_N)
         visible = (key[None, :] >= first[:, None]) & (key[None, :] < stop[:, None])
         acc, peak, total = softmax_step(
-            q, acc, peak, total, k_base, v_base, key, num_keys, stride_kt, stride_vt, visible, scale,
-            True, D, BLOCK_D, PRECISION,
+            q, acc, peak, total, k_base, v_base, start, num_keys, stride_kt, stride_vt, visible, scale,
+            True, BLOCK_N, D, BLOCK_D, PRECISION,
         )  # fmt: skip
     some = total > 0.0
     divisor = tl.where(some, total, 1.0)
