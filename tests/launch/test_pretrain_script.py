@@ -140,3 +140,8 @@ def test_the_hostfile_example_names_the_nodes_it_speaks_of() -> None:
 def test_the_slurm_script_outside_slurm_says_what_to_use() -> None:
     result = start(BASH, str(ROOT / "launch" / "slurm.sh"), "--data.blend", "a")
     assert sentence(result) == "error: start this with sbatch, or use launch/pretrain.sh outside SLURM"
+
+
+def test_missing_data_is_one_sentence() -> None:
+    result = start(sys.executable, SCRIPT, "--data.blend", "/nowhere/corpus")
+    assert sentence(result).startswith("error: --data.blend: there is no dataset '/nowhere/corpus'")
