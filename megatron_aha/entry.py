@@ -91,4 +91,6 @@ def choose_accelerator() -> str:
         )
     chosen = asked or ("cuda" if has_gpu else "cpu")
     os.environ["DS_ACCELERATOR"] = chosen
+    # Megatron-core counts on it: with more connections, communication that should overlap starts late.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     return chosen
