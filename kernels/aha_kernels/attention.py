@@ -7,7 +7,9 @@ from torch import Tensor
 
 from aha_kernels.arguments import check_positions, check_tensors, check_window
 from aha_kernels.backends import choose_backend
+from aha_kernels.blended import blended_flash, blended_reference, route_grad_weight
 from aha_kernels.ops import attention_op
+from aha_kernels.problem import Problem
 from aha_kernels.sampling import parse_router_grad
 
 
@@ -52,7 +54,9 @@ def aha_attention(
         head_offset + head, position) alone. Vary router_seed with the step and the sample: an int, or int64
         broadcastable to [batch, queries]. Positions count from the first key a query may see (its
         document's start).
-    backend: "torch", "triton", or "auto" for the best one on this device.
+    backend: "auto" for the best on this device, "torch", "triton", "reference" (the definition, tokens
+        squared in
+        memory) or "flash" (flash-attn twice, blended by the route: dense cost).
 
     A query that sees no key has output and gradients zero. Raises InputError (a ValueError) for bad
     arguments.
@@ -63,6 +67,11 @@ def aha_attention(
     rate = parse_router_grad(router_grad)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     chosen = choose_backend(backend, q.device, q.dtype, q.shape[-1])
+    if chosen in ("reference", "flash"):
+        problem = Problem(window, scale, num_sink_tokens, query_offset, key_start, key_end, cu_seqlens)
+        weight = route_grad_weight(problem, route, rate, router_seed, layer, head_offset)
+        compute = blended_reference if chosen == "reference" else blended_flash
+        return compute(q, k, v, route, problem, weight)
     offsets = query_offset if isinstance(query_offset, Tensor) else None
     seeds = router_seed if isinstance(router_seed, torch.Tensor) else None
     return attention_op(

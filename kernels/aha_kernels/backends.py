@@ -10,7 +10,7 @@ import torch
 
 from aha_kernels.errors import InputError
 
-BACKENDS = ("auto", "torch", "triton")
+BACKENDS = ("auto", "reference", "torch", "triton", "flash")
 TRITON_HEAD_DIMS = (64, 96, 128, 256)
 
 
@@ -38,15 +38,30 @@ def triton_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
     return None
 
 
+def flash_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Returns why flash-attn cannot compute a call, or None when it can."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return "flash-attn is not installed"
+    if device.type != "cuda":
+        return f"the tensors are on {device}, not on a GPU"
+    return None if dtype in (torch.bfloat16, torch.float16) else f"the dtype is {dtype}"
+
+
 def choose_backend(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """Returns "torch" or "triton" for the asked backend, or raises InputError when it cannot compute the
-    call.
+    """Returns the name of the backend to use for the asked one; only "auto" changes.
+
+    Raises InputError when the asked one is unknown or cannot compute the call.
     """
     if backend not in BACKENDS:
         raise InputError(f"backend is {backend!r}, but must be one of {', '.join(BACKENDS)}")
-    if backend == "torch" or (backend == "auto" and device.type != "cuda"):
-        return "torch"
-    obstacle = triton_obstacle(device, dtype, head_dim)
-    if backend == "triton" and obstacle is not None:
-        raise InputError(f"backend='triton' cannot compute this call: {obstacle}; backend='torch' can")
-    return "torch" if obstacle else "triton"
+    if backend == "auto":
+        usable = device.type == "cuda" and triton_obstacle(device, dtype, head_dim) is None
+        return "triton" if usable else "torch"
+    obstacle = None
+    if backend == "triton":
+        obstacle = triton_obstacle(device, dtype, head_dim)
+    elif backend == "flash":
+        obstacle = flash_obstacle(device, dtype)
+    if obstacle is not None:
+        raise InputError(f"backend={backend!r} cannot compute this call: {obstacle}; backend='torch' can")
+    return backend

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from aha_kernels.arguments import check_cache, check_window
 from aha_kernels.backends import choose_backend
+from aha_kernels.errors import InputError
 from aha_kernels.problem import compute_dtype
 
 
@@ -42,6 +43,8 @@ def aha_decode(
     check_window(window, num_sink_tokens)
     check_cache(q, k_cache, v_cache, route, cache_lengths, block_table, key_start)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    if backend not in ("auto", "torch", "triton"):
+        raise InputError(f"backend is {backend!r}, but decoding knows auto, torch and triton")
     if choose_backend(backend, q.device, q.dtype, q.shape[-1]) == "triton":
         from aha_kernels.triton_decode import triton_decode
 

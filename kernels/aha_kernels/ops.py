@@ -9,7 +9,7 @@ from torch import Tensor
 
 from aha_kernels.errors import InputError
 from aha_kernels.problem import Problem, compute_dtype
-from aha_kernels.sampling import probe_here_tokens, uniform_draws
+from aha_kernels.sampling import draw_probes
 from aha_kernels.torch_path import torch_backward, torch_forward
 
 
@@ -172,10 +172,8 @@ def _backward(
             key_end,
             cu_seqlens,
         )
-        heads = torch.arange(q.shape[2], device=q.device) + ctx.head_offset
-        positions = problem.positions(q.shape[0], q.shape[1], q.device)
-        draws = uniform_draws(ctx.seed if seeds is None else seeds, ctx.layer, heads, positions)
-        probes = probe_here_tokens(route, rate, draws)
+        seed = ctx.seed if seeds is None else seeds
+        probes = draw_probes(problem, route, rate, seed, ctx.layer, ctx.head_offset)
     grads = attention_backward_op(
         grad_out,
         q,

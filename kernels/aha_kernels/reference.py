@@ -92,8 +92,8 @@ def reference_attention(
         cu_seqlens=cu_seqlens,
         num_sink_tokens=num_sink_tokens,
     )
-    out_all = masked_attention(q, k, v, everything, scale)
-    out_here = masked_attention(q, k, v, here, scale)
+    out_all = masked_attention(q, k, v, everything.to(q.device), scale)
+    out_here = masked_attention(q, k, v, here.to(q.device), scale)
     route = route.to(q.dtype)
     if route_grad_weight is not None:
         route = route.detach() + (route - route.detach()) * route_grad_weight

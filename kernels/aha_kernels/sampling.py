@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from aha_kernels.errors import InputError
+from aha_kernels.problem import Problem
 
 
 def parse_router_grad(router_grad: str) -> float:
@@ -59,9 +60,10 @@ def uniform_draws(seed: int | Tensor, layer: int, heads: Tensor, positions: Tens
     return (state >> 8).to(torch.float32) * 2.0**-24
 
 
-def probe_here_tokens(route: Tensor, rate: float, draws: Tensor | None) -> Tensor:
-    """Returns bool like route: the here-tokens whose router gradient is computed (weight 1 / rate)."""
-    here = route == 0
-    if rate >= 1.0 or draws is None:
-        return here if rate > 0.0 else torch.zeros_like(here)
-    return here & (draws < rate)
+def draw_probes(
+    problem: Problem, route: Tensor, rate: float, seed: int | Tensor, layer: int, head_offset: int
+) -> Tensor:
+    """Returns bool like route [batch, queries, heads]: the here-tokens drawn with probability rate."""
+    heads = torch.arange(route.shape[2], device=route.device) + head_offset
+    positions = problem.positions(route.shape[0], route.shape[1], route.device)
+    return (route == 0) & (uniform_draws(seed, layer, heads, positions) < rate)

@@ -12,7 +12,7 @@ from aha_kernels.problem import Problem
 from aha_kernels.triton_backward import key_value_kernel, near_query_kernel, rows_query_kernel
 from aha_kernels.triton_forward import near_forward_kernel, rows_forward_kernel
 from aha_kernels.triton_geometry import RowList, list_bounds, make_geometry, make_row_list, sink_bounds
-from aha_kernels.triton_tiles import Tile, forward_tile, key_value_tile, query_tile
+from aha_kernels.triton_tiles import Tile, forward_tile, key_value_tile, probe_tile, query_tile
 
 LOG2_E = 1.4426950408889634
 
@@ -78,7 +78,8 @@ class Launch:
         weight: float = 1.0,
     ) -> None:
         """Runs the pass over listed rows; probe is (d_out, delta, lse_here, d_route) for router gradients."""
-        tile = forward_tile(self.dim, self.q.dtype, self.capability)
+        shape = forward_tile if probe is None else probe_tile
+        tile = shape(self.dim, self.q.dtype, self.capability)
         d_out, delta, lse_here, d_route = (lse, lse, lse, lse) if probe is None else probe
         rows_forward_kernel[self.row_programs(tile)](
             self.q, self.k, self.v, out, lse, d_out, delta, lse_here, d_route, rows.codes, rows.counts,

@@ -28,8 +28,14 @@ def forward_tile(head_dim: int, dtype: torch.dtype, capability: int) -> Tile:
     if head_dim > 128:
         return Tile(64, 32, 8, 2)
     if capability >= 90:
-        return Tile(128, 64, 8, 3 if head_dim <= 128 else 2)
-    return Tile(64, 64, 4, 2)
+        return Tile(128, 64, 8, 3)
+    return Tile(64, 64, 8, 2)
+
+
+def probe_tile(head_dim: int, dtype: torch.dtype, capability: int) -> Tile:
+    """Returns the tile of the forward kernel when it probes here-rows, which takes a few registers more."""
+    tile = forward_tile(head_dim, dtype, capability)
+    return Tile(64, 32, 8, 2) if capability < 90 and tile.keys == 64 else tile
 
 
 def query_tile(head_dim: int, dtype: torch.dtype, capability: int) -> Tile:
@@ -40,7 +46,7 @@ def query_tile(head_dim: int, dtype: torch.dtype, capability: int) -> Tile:
         return Tile(64, 32, 8, 1)
     if capability >= 90:
         return Tile(64, 64, 8, 2)
-    return Tile(64, 32, 4, 2)
+    return Tile(64, 32, 8, 2)
 
 
 def key_value_tile(head_dim: int, dtype: torch.dtype, capability: int) -> Tile:
@@ -49,7 +55,7 @@ def key_value_tile(head_dim: int, dtype: torch.dtype, capability: int) -> Tile:
         return Tile(32, 32, 4, 1)
     if head_dim > 128:
         return Tile(32, 32, 8, 1)
-    return Tile(64, 64, 8, 2 if capability >= 90 else 1)
+    return Tile(64, 64, 8, 2) if capability >= 90 else Tile(64, 32, 8, 1)
 
 
 def decode_tile(head_dim: int, dtype: torch.dtype, capability: int) -> Tile:

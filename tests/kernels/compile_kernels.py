@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from aha_kernels import triton_backward, triton_decode, triton_forward
-from aha_kernels.triton_tiles import Tile, decode_tile, forward_tile, key_value_tile, query_tile
+from aha_kernels.triton_tiles import Tile, decode_tile, forward_tile, key_value_tile, probe_tile, query_tile
 
 GROUP = 4
 VALUES = {"Q", "K", "V", "OUT", "D_OUT", "D_Q", "D_K", "D_V"}
@@ -40,7 +40,7 @@ def kernels(head_dim: int, capability: int) -> list[tuple[Any, Tile, dict[str, A
     return [
         (triton_forward.near_forward_kernel, forward, {"SINKS": 0}),
         (triton_forward.rows_forward_kernel, forward, {"PROBE": False}),
-        (triton_forward.rows_forward_kernel, forward, {"PROBE": True}),
+        (triton_forward.rows_forward_kernel, probe_tile(head_dim, dtype, capability), {"PROBE": True}),
         (triton_backward.near_query_kernel, query, {"SINKS": 0, "ROUTER_GRAD": True}),
         (triton_backward.rows_query_kernel, query, {}),
         (triton_backward.key_value_kernel, key_value_tile(head_dim, dtype, capability), {"SINKS": 0}),

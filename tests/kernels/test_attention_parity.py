@@ -98,3 +98,16 @@ def test_two_backward_passes_are_bit_equal_on_any_number_of_threads(usage: float
     for name, x, y in zip(NAMES, first, second, strict=True):
         assert torch.equal(x, y), name
     assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("options", [{}, {"num_sink_tokens": 2, "query_offset": 20, "keys": 80}])
+def test_the_reference_backend_is_the_definition(options: dict[str, Any]) -> None:
+    call = make_call(queries=60, **options)
+    assert_close(run(call, backend="reference"), run_reference(call), torch.float32)
+
+
+def test_the_reference_backend_samples_the_same_router_gradients() -> None:
+    call = make_call(queries=60, router_grad="sampled:0.3", router_seed=5)
+    ours, blended = run(call), run(call, backend="reference")
+    for name, x, y in zip(NAMES, ours, blended, strict=True):
+        assert torch.allclose(x, y, atol=1e-5), name

@@ -51,6 +51,7 @@ def attend(**changes: Any) -> None:
         ({"router_grad": "sampled:0"}, "sampled:0"),
         ({"router_grad": "sometimes"}, "sometimes"),
         ({"backend": "cudnn"}, "backend is 'cudnn'"),
+        ({"backend": "flash"}, "backend='flash' cannot compute this call: .*; backend='torch' can"),
     ],
 )
 def test_is_refused_in_one_sentence(changes: dict[str, Any], words: str) -> None:
