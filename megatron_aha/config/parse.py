@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import re
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -85,7 +86,7 @@ def parse_run(argv: Sequence[str]) -> ParsedRun:
     """
     files, options, commands = _take_apart(argv)
     if "--help" in commands:
-        _parser(with_commands=True).print_help()
+        print(help_text(), end="")
         raise SystemExit(0)
     stated = _Stated()
     for path in files:
@@ -98,6 +99,21 @@ def parse_run(argv: Sequence[str]) -> ParsedRun:
         raise SystemExit(0)
     config = RunConfig(**vars(_parser().instantiate(namespace)))
     return ParsedRun(config, explicit=set(stated.origins), dry_run="--dry-run" in commands)
+
+
+def help_text() -> str:
+    """Returns every option with its docstring, type and default, those of optional sections too."""
+    parts = [_parser(with_commands=True).format_help()]
+    for name, annotation in all_fields().items():
+        if section_class(annotation) is not None and accepts_none(annotation):
+            parser = jsonargparse.ArgumentParser(usage="", add_help=False)
+            parser.add_class_arguments(section_class(annotation), name)
+            parts.append(f"--{name}, " + parser.format_help().partition("usage:")[2].strip() + "\n")
+    # jsonargparse also offers a file per section and a help per optional section; we take neither.
+    offered = re.compile(
+        r"^  --\S+ CONFIG\s+Path to a configuration file\.\n|^  --\S+\.help.*\n(?:   .*\n)*", re.M
+    )
+    return offered.sub("", "\n".join(parts))
 
 
 def to_yaml(config: RunConfig) -> str:
