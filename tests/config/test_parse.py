@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_aha.config.fields import all_fields, section_class
 from megatron_aha.config.parse import parse_run, to_yaml
 from megatron_aha.errors import UserError
 
@@ -180,7 +181,11 @@ def test_help_has_every_option_with_its_docstring(capsys: pytest.CaptureFixture[
     assert caught.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "--aha.window WINDOW keys that *here* sees, in tokens, **including the token itself**" in text
-    assert "--dry-run" in text and "--training.zero_stage" in text and "--config FILE" in text
+    assert "--dry-run" in text and "--config FILE" in text
+    options = [name for name, annotation in all_fields().items() if section_class(annotation) is None]
+    assert [name for name in options if f"--{name} " not in text] == []
+    offered_by_jsonargparse_and_not_taken = ["--model CONFIG", "--model.rope_scaling.help"]
+    assert [name for name in offered_by_jsonargparse_and_not_taken if name in text] == []
 
 
 def test_the_configuration_imports_nothing_heavy() -> None:
