@@ -8,7 +8,7 @@
 #SBATCH --job-name=megatron-aha
 #SBATCH --ntasks-per-node=8
 #SBATCH --gpus-per-node=8
-#SBATCH --output=runs/slurm-%j.log
+#SBATCH --output=slurm-%j.log
 set -euo pipefail
 
 if [ -z "${SLURM_JOB_NODELIST:-}" ]; then

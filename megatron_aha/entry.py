@@ -15,7 +15,7 @@ from megatron_aha.errors import UserError
 # The launcher ends all ranks when the first one fails. Rank 0 speaks at once; the others wait this many
 # seconds, so that 512 ranks with one mistake in the configuration print one sentence, and a fault of rank 7
 # alone is told.
-OTHER_RANKS_WAIT_SECONDS = 3.0
+OTHER_RANKS_WAIT_SECONDS = 10.0
 
 
 def run_and_exit(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> None:
