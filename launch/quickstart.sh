@@ -15,12 +15,13 @@ OUT=runs/quickstart
 RUN="$OUT/steps-$STEPS"
 CONFIGS=(configs/parallel/tp3_cpu.yaml configs/run/quickstart.yaml)
 
-# step NAME OUTPUT COMMAND...: runs the command, unless the same one has made OUTPUT with the same configuration.
+# step NAME OUTPUT COMMAND...: runs the command, unless the same one has made OUTPUT with the same SETTINGS.
+SETTINGS=""
 step() {
     local name="$1" output="$2" stamp now started=$SECONDS
     shift 2
     stamp="$OUT/.done/${output//\//-}"
-    now="$* $(cat "${CONFIGS[@]}" | cksum)"
+    now="$* $SETTINGS"
     if [ -e "$output" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$now" ]; then
         say "$name: done before ($output)"
         return
@@ -39,7 +40,7 @@ step() {
 train() {
     local name="$1" port configuration
     shift
-    configuration="$* $(cat "${CONFIGS[@]}" | cksum)"
+    configuration="$* $SETTINGS"
     if [ "$(cat "$RUN/$name/configuration" 2>/dev/null)" != "$configuration" ]; then
         rm -rf "${RUN:?}/$name"
         mkdir -p "$RUN/$name"
@@ -79,14 +80,15 @@ export PYTHONWARNINGS="ignore:Transformer Engine and Apex are not installed,igno
 last="step_$(printf '%08d' "$STEPS")"
 step "importing SmolLM2-135M" "$OUT/imported/latest" \
     "$PY" tools/convert_from_hf.py --source "$GGUF" --output "$OUT/imported"
+step "exporting it again, untrained" "$OUT/imported-hf/config.json" export_model "$OUT/imported" "$OUT/imported-hf"
 step "collecting Python's standard library as text" "$OUT/text/held_out.jsonl" \
     "$PY" -m megatron_aha.data.stdlib_corpus --output "$OUT/text/train.jsonl" --held-out-output "$OUT/text/held_out.jsonl"
 step "tokenizing it" "$OUT/data/train.json" \
     "$PY" tools/preprocess_data.py --input "$OUT/text/train.jsonl" --output "$OUT/data/train" --overwrite \
     --tokenizer "$OUT/imported" --eod '<|endoftext|>'
+SETTINGS="$(cat "${CONFIGS[@]}" | cksum)"
 step "training dense, $STEPS steps" "$RUN/dense/checkpoint/$last/index.json" train dense --aha.enabled false
 step "training with All-or-Here Attention, $STEPS steps" "$RUN/aha/checkpoint/$last/index.json" train aha
-step "exporting the imported model" "$OUT/imported-hf/config.json" export_model "$OUT/imported" "$OUT/imported-hf"
 step "exporting the dense model" "$RUN/dense/hf/config.json" export_model "$RUN/dense/checkpoint" "$RUN/dense/hf"
 step "exporting the model with All-or-Here Attention" "$RUN/aha/hf/config.json" \
     export_model "$RUN/aha/checkpoint" "$RUN/aha/hf"
