@@ -65,7 +65,8 @@ class SplitRequest:
         plan: the datasets and their documents.
         split: under which of Megatron-core's names.
         samples: samples the run will read. While they fit in one epoch, their order does not depend on their
-            number; beyond that Megatron-core shuffles all epochs together, and a longer run has another order.
+            number; beyond that Megatron-core shuffles all epochs together, and a longer run has another
+            order.
         seq_length: tokens of a sample.
         seed: of the order of documents and samples.
         eod_mask_loss: end-of-document tokens carry no loss as inputs.

@@ -32,7 +32,8 @@ class TokenizerRecord:
     Args:
         kind: ``huggingface`` or ``sentencepiece``.
         name: the path it was loaded from, for people; two paths may hold the same tokenizer.
-        sha256: digest of every (id, token) pair, added tokens included: equal for equal vocabularies.
+        sha256: digest of the vocabulary, added tokens included, and of a probe text's ids: equal for
+            tokenizers that give the same ids, wherever they lie.
         vocab_size: ids it can give, added tokens included.
         eod_id: id that ends every document.
         eod_token: text of that id.

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_aha.data.sidecar import TokenizerRecord
 from megatron_aha.errors import UserError, nearest
+
+# Two tokenizers with one vocabulary may still cut text differently; this text is cut to tell.
+_PROBE = "A probe: naïve café, ＡＢＣ 漢字 \U0001f600\n\tdef f(x):\n        return x ** 12345.678  # it's\r\n"
 
 
 class TextTokenizer(Protocol):
@@ -41,7 +44,7 @@ class HuggingFaceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the ids of each text; special and added tokens spelled out in a text get their own ids."""
-        return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+        return _fast_ids(self.backend, texts)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of ids, special tokens included."""
@@ -62,7 +65,7 @@ class SentencePieceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the ids of each text; control symbols spelled out in a text are ordinary text."""
-        return self.backend.encode(list(texts), out_type=int, num_threads=1)
+        return _piece_ids(self.backend, texts)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of ids; sentencepiece drops control symbols and may normalise text."""
@@ -95,6 +98,14 @@ def load_tokenizer(path: str, eod: str | None = None, say: Callable[[str], None]
     return tokenizer
 
 
+def _fast_ids(backend: Any, texts: Sequence[str]) -> list[list[int]]:
+    return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def _piece_ids(backend: Any, texts: Sequence[str]) -> list[list[int]]:
+    return backend.encode(list(texts), out_type=int, num_threads=1)
+
+
 def checkpoint_digests(checkpoint: str) -> Iterator[str]:
     """Yields the digests that the tokenizer carried by a checkpoint of ours may have, the cheap one first.
 
@@ -104,13 +115,15 @@ def checkpoint_digests(checkpoint: str) -> Iterator[str]:
     source = _step_folder(Path(checkpoint)) / "source"
     if (source / "tokenizer.json").is_file():
         backend, _ = _fast_backend(source / "tokenizer.json")
-        yield _digest(backend.get_vocab(with_added_tokens=True).items())
+        yield _hugging_face_digest(backend)
     if (source / "tokenizer_config.json").is_file():
         backend, _ = _fast_backend(source)
-        yield _digest(backend.get_vocab(with_added_tokens=True).items())
+        yield _hugging_face_digest(backend)
+    if (source / "tokenizer.json").is_file() or (source / "tokenizer_config.json").is_file():
+        return
     for model in sorted(source.glob("*.model")):
-        tokenizer, _ = _load_sentencepiece(model, None)
-        yield tokenizer.record.sha256
+        backend = _sentencepiece_backend(model)
+        yield _digest(_pieces(backend), _piece_ids(backend, [_PROBE]))
 
 
 def _is_sentencepiece(path: Path) -> bool:
@@ -164,9 +177,6 @@ def _locate(path: Path) -> Path:
 def _load_hugging_face(location: Path, eod: str | None) -> tuple[TextTokenizer, str]:
     """Returns the tokenizer and, in words, whose choice the end-of-document token is."""
     backend, own_eos = _fast_backend(location)
-    # A tokenizer.json may ask for truncation or padding, which would cut or stuff documents.
-    backend.no_truncation()
-    backend.no_padding()
     vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
     text = eod if eod is not None else own_eos
     if text is None:
@@ -177,19 +187,39 @@ def _load_hugging_face(location: Path, eod: str | None) -> tuple[TextTokenizer, 
     if text not in vocabulary:
         special = [token.content for token in backend.get_added_tokens_decoder().values()]
         raise UserError(f"--eod '{text}' is not a token of '{location}'{_suggest(text, special)}")
-    record = _record("huggingface", location, vocabulary.items(), vocabulary[text], text)
+    record = TokenizerRecord(
+        kind="huggingface",
+        name=str(location),
+        sha256=_hugging_face_digest(backend),
+        vocab_size=max(len(vocabulary), 1 + max(vocabulary.values())),
+        eod_id=vocabulary[text],
+        eod_token=text,
+    )
     return HuggingFaceTokenizer(backend, record), "the tokenizer's own end-of-sequence token"
 
 
 def _fast_backend(location: Path) -> tuple[Any, str | None]:
-    """The ``tokenizers.Tokenizer`` and the end-of-sequence token, if it has one."""
+    """The ``tokenizers.Tokenizer`` and the end-of-sequence token, if it is known."""
     if location.suffix == ".json":
-        import tokenizers
+        backend, eos = _read_tokenizer_json(location), None
+    else:
+        backend, eos = _load_with_transformers(location)
+    # A tokenizer.json may ask for truncation or padding, which would cut or stuff documents.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend, eos
 
-        try:
-            return tokenizers.Tokenizer.from_file(str(location)), None
-        except Exception as error:  # tokenizers raises a bare Exception for anything wrong in the file
-            raise UserError(f"--tokenizer: '{location}' is not a tokenizer.json ({error})") from error
+
+def _read_tokenizer_json(location: Path) -> Any:
+    import tokenizers
+
+    try:
+        return tokenizers.Tokenizer.from_file(str(location))
+    except Exception as error:  # tokenizers raises a bare Exception for anything wrong in the file
+        raise UserError(f"--tokenizer: '{location}' is not a tokenizer.json ({error})") from error
+
+
+def _load_with_transformers(location: Path) -> tuple[Any, str | None]:
     from transformers import AutoTokenizer
 
     try:
@@ -213,26 +243,40 @@ def _fast_backend(location: Path) -> tuple[Any, str | None]:
 
 def _load_sentencepiece(location: Path, eod: str | None) -> tuple[TextTokenizer, str]:
     """Returns the tokenizer and, in words, whose choice the end-of-document token is."""
-    import sentencepiece
-
-    try:
-        backend = sentencepiece.SentencePieceProcessor(model_file=str(location))
-    except (OSError, RuntimeError) as error:
-        raise UserError(f"--tokenizer: '{location}' is not a sentencepiece model ({error})") from error
-    pieces = [backend.id_to_piece(i) for i in range(backend.get_piece_size())]
+    backend = _sentencepiece_backend(location)
+    pieces = _pieces(backend)
     if eod is None:
         if backend.eos_id() < 0:
             raise UserError(
                 f"--tokenizer '{location}' has no end-of-sequence piece; choose the end-of-document piece "
                 "with --eod"
             )
-        eod = pieces[backend.eos_id()]
+        eod = backend.id_to_piece(backend.eos_id())
     if eod not in pieces:
-        special = [piece for i, piece in enumerate(pieces) if backend.is_control(i)]
+        special = [piece for piece, number in pieces.items() if backend.is_control(number)]
         raise UserError(f"--eod '{eod}' is not a piece of '{location}'{_suggest(eod, special)}")
-    vocabulary = ((piece, i) for i, piece in enumerate(pieces))
-    record = _record("sentencepiece", location, vocabulary, pieces.index(eod), eod)
+    record = TokenizerRecord(
+        kind="sentencepiece",
+        name=str(location),
+        sha256=_digest(pieces, _piece_ids(backend, [_PROBE])),
+        vocab_size=backend.get_piece_size(),
+        eod_id=pieces[eod],
+        eod_token=eod,
+    )
     return SentencePieceTokenizer(backend, record), "the model's own end-of-sequence piece"
+
+
+def _sentencepiece_backend(location: Path) -> Any:
+    import sentencepiece
+
+    try:
+        return sentencepiece.SentencePieceProcessor(model_file=str(location))
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"--tokenizer: '{location}' is not a sentencepiece model ({error})") from error
+
+
+def _pieces(backend: Any) -> dict[str, int]:
+    return {backend.id_to_piece(number): number for number in range(backend.get_piece_size())}
 
 
 def _suggest(text: str, special: list[str]) -> str:
@@ -240,24 +284,14 @@ def _suggest(text: str, special: list[str]) -> str:
     return hint or (f"; its special tokens: {', '.join(special[:8])}" if special else "")
 
 
-def _record(
-    kind: str, location: Path, vocabulary: Iterable[tuple[str, int]], eod_id: int, eod_token: str
-) -> TokenizerRecord:
-    """The identity of a vocabulary of (token, id) pairs, which may leave ids out."""
-    pairs = list(vocabulary)
-    return TokenizerRecord(
-        kind=kind,
-        name=str(location),
-        sha256=_digest(pairs),
-        vocab_size=max(len(pairs), 1 + max(number for _, number in pairs)),
-        eod_id=eod_id,
-        eod_token=eod_token,
-    )
+def _hugging_face_digest(backend: Any) -> str:
+    return _digest(backend.get_vocab(with_added_tokens=True), _fast_ids(backend, [_PROBE]))
 
 
-def _digest(vocabulary: Iterable[tuple[str, int]]) -> str:
-    """SHA-256 of the (token, id) pairs, in the order of the ids."""
+def _digest(vocabulary: dict[str, int], probe: list[list[int]]) -> str:
+    """SHA-256 of the ids with their tokens, and of the probe's ids."""
     digest = hashlib.sha256()
-    for number, token in sorted((number, token) for token, number in vocabulary):
+    for number, token in sorted((number, token) for token, number in vocabulary.items()):
         digest.update(json.dumps([number, token]).encode() + b"\n")
+    digest.update(json.dumps(probe).encode())
     return digest.hexdigest()

@@ -99,6 +99,18 @@ def test_another_vocabulary_has_another_identity(hf_folder: Path, sentencepiece_
     assert quiet(path).record.sha256 != original.sha256
 
 
+def test_one_vocabulary_that_cuts_text_differently_is_another_tokenizer(
+    hf_folder: Path, tmp_path: Path
+) -> None:
+    from tokenizers import Tokenizer, pre_tokenizers
+
+    other = Tokenizer.from_file(str(hf_folder / "tokenizer.json"))
+    other.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    other.save(str(tmp_path / "tokenizer.json"))
+    assert quiet(tmp_path).record.vocab_size == 305
+    assert quiet(tmp_path).record.sha256 != quiet(hf_folder).record.sha256
+
+
 def test_ids_that_leave_gaps_count_up_to_the_largest(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models
 
