@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 import warnings
 from collections.abc import Sequence
 
@@ -49,6 +51,10 @@ def convert_to_hf(argv: Sequence[str]) -> None:
 
 
 def _parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    # In a log file a progress bar is a mess; transformers reads the second when it is imported
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     # Megatron-core tells at import which optional packages it would rather have
     warnings.filterwarnings("ignore", module=r"megatron\.core\.")
     parser = argparse.ArgumentParser(prog=name, description=description)

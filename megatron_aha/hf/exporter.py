@@ -132,11 +132,13 @@ def _write_companions(reader: CheckpointReader, folder: Path, dtype: torch.dtype
 def _for_all_versions(tokenizer: dict[str, Any]) -> dict[str, Any]:
     """Takes out of a tokenizer's configuration how it was loaded, and the class that transformers 4 lacks.
 
-    transformers 5 writes ``TokenizersBackend`` where both know ``PreTrainedTokenizerFast``.
+    transformers 5 writes ``TokenizersBackend`` where both know ``PreTrainedTokenizerFast``; that one returns token
+    types as well unless told otherwise, which ``generate`` refuses for a decoder.
     """
     kept = {key: value for key, value in tokenizer.items() if key not in ("is_local", "local_files_only")}
     if kept.get("tokenizer_class") == "TokenizersBackend":
         kept["tokenizer_class"] = "PreTrainedTokenizerFast"
+        kept.setdefault("model_input_names", ["input_ids", "attention_mask"])
     return kept
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -161,10 +160,12 @@ class GGUFSource:
         config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, config.model_type)]
         config_values = {**config.to_dict(), "quantization_config": None}
         self.model, self.aha = read_config(config_values)
-        self._model = AutoModelForCausalLM.from_pretrained(**location, dtype=torch.float32).eval()
-        self._model.config.architectures = config.architectures
+        # Given the configuration, transformers does not parse the file's vocabulary for it a second time.
+        model = AutoModelForCausalLM.from_pretrained(**location, config=config, dtype=torch.float32)
+        self._model = model.eval()
         # transformers would refuse to save what it calls quantised; it is plain fp32 by now
-        del self._model.config.quantization_config
+        if hasattr(self._model.config, "quantization_config"):
+            del self._model.config.quantization_config
         self._model.is_quantized = False
         self._model.hf_quantizer = None
         self.config = self._model.config.to_dict()
@@ -195,10 +196,6 @@ class GGUFSource:
 def open_source(path: str | Path) -> Source:
     """Returns the model at a folder, or in a ``.gguf`` file. Raises UserError when it is neither."""
     path = Path(path)
-    if not sys.stderr.isatty():
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()
     if path.is_dir():
         return FolderSource(path)
     if path.is_file() and path.suffix == ".gguf":

@@ -37,10 +37,12 @@ def visit(folder: str, expected: str, save_to: str | None) -> dict[str, object]:
         "cached_equals_uncached": all(torch.equal(texts[0], text) for text in texts),
         "tied": model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr(),
         "class": type(model).__name__,
-        "tokens": len(AutoTokenizer.from_pretrained(folder))
-        if Path(folder, "tokenizer.json").exists()
-        else 0,
     }
+    if Path(folder, "tokenizer.json").exists():
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        found["tokens"] = len(tokenizer)
+        inputs = tokenizer("w5 w6", return_tensors="pt")
+        found["text"] = tokenizer.decode(model.generate(**inputs, max_new_tokens=1, do_sample=False)[0])
     if found["class"] == "LlamaAHAForCausalLM":
         found["usage"] = model(tokens, output_router_stats=True).router_usage.tolist()
         # the decoder alone, as for embeddings
