@@ -60,7 +60,8 @@ def export_checkpoint(
     _check_plan(reader, plan)
     kind = "dense" if reader.aha is None or not reader.aha.enabled else f"AHA, window {reader.aha.window}"
     say(f"exporting {reader.folder}: {reader.model.num_layers} layers, {kind}")
-    temporary = output.with_name(f".tmp-{output.name}")
+    final = output.resolve()
+    temporary = final.with_name(f".tmp-{final.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         with disk_errors(temporary):
@@ -72,7 +73,7 @@ def export_checkpoint(
             from megatron_aha.hf.check import check_export
 
             say(f"logits: {check_export(reader, temporary, dtype)}")
-        replace_folder(temporary, output)
+        replace_folder(temporary, final)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     say(f"wrote {output}")

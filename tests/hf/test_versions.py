@@ -17,6 +17,8 @@ from safetensors.torch import save_file
 from megatron_aha.hf.exporter import export_checkpoint
 from megatron_aha.hf.importer import import_checkpoint
 
+pytestmark = pytest.mark.slow
+
 # A folder with transformers 4.57 and what it needs beside the environment; tests/run.sh makes it.
 OLD_TRANSFORMERS = os.environ.get("MEGATRON_AHA_TRANSFORMERS_4")
 
