@@ -48,9 +48,9 @@ def flash_backward(
     alone.
     """
     group, dtype = q.shape[1], lse.dtype
-    open_lse = lse.masked_fill(~opens, _NOWHERE)
+    open_lse = lse.masked_fill(~opens, _NOWHERE)  # the other rows weigh nothing
     grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        _heads(grad_out.to(dtype) * opens[..., None], dtype),
+        _heads(grad_out, dtype),
         _heads(q, dtype),
         _shared(k, group, dtype),
         _shared(v, group, dtype),

@@ -26,9 +26,9 @@ def forward_tile(head_dim: int, dtype: torch.dtype, capability: int) -> Tile:
     if dtype == torch.float32:
         return Tile(64, 32, 4, 1)
     if head_dim > 128:
-        return Tile(64, 32, 8, 2)
+        return Tile(64, 32, 8, 2) if capability >= 90 else Tile(32, 32, 8, 2)
     if capability >= 90:
-        return Tile(128, 64, 8, 3)
+        return Tile(128, 64, 8, 2)
     return Tile(64, 64, 8, 2)
 
 
@@ -43,7 +43,7 @@ def query_tile(head_dim: int, dtype: torch.dtype, capability: int) -> Tile:
     if dtype == torch.float32:
         return Tile(32, 32, 4, 1)
     if head_dim > 128:
-        return Tile(64, 32, 8, 1)
+        return Tile(32, 32, 8, 1)
     if capability >= 90:
         return Tile(64, 64, 8, 2)
     return Tile(64, 32, 8, 2)
