@@ -110,17 +110,17 @@ def test_rope_is_read_and_written_in_both_spellings(
 def test_logits_agree_at_the_last_position_under_scaled_rope(tmp_path: Path, old_spelling: bool) -> None:
     from megatron_aha.hf.check import trainer_logits
 
-    rope = {"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3}
-    model = make_llama(rope_parameters=dict(rope))
+    scaling = {"rope_type": "llama3", **LLAMA3}
+    model = make_llama(rope_theta=5e5, rope_scaling=dict(scaling))
     model.save_pretrained(tmp_path / "hf")
-    if old_spelling:
-        theta = rope.pop("rope_theta")
-        change_config(tmp_path / "hf", rope_parameters=None, rope_theta=theta, rope_scaling=rope)
+    old = {"rope_theta": 5e5, "rope_scaling": scaling, "rope_parameters": None}
+    new = {"rope_theta": None, "rope_scaling": None, "rope_parameters": {"rope_theta": 5e5, **scaling}}
+    change_config(tmp_path / "hf", **(old if old_spelling else new))
     tokens = torch.randint(3, 301, (1, 250))
     ours, _ = trainer_logits(load(tmp_path / "hf"), tokens)
     theirs = model(tokens).logits
     assert (ours - theirs)[:, -1].abs().max() <= 1e-5 * theirs.abs().max()
-    unscaled = make_llama(rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
+    unscaled = make_llama(rope_theta=5e5)
     assert (unscaled(tokens).logits - theirs)[:, -1].abs().max() > 1e-3 * theirs.abs().max()
 
 

@@ -22,19 +22,21 @@ pytestmark = pytest.mark.slow
 # A folder with transformers 4.57 and what it needs beside the environment; tests/run.sh makes it.
 OLD_TRANSFORMERS = os.environ.get("MEGATRON_AHA_TRANSFORMERS_4")
 
-ROPE = {
-    "rope_type": "llama3",
+ROPE: dict[str, Any] = {
     "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
 }
 MODELS = {
     "dense_tied": lambda: make_llama(tie_word_embeddings=True),
-    "dense_untied": lambda: make_llama(rope_parameters=dict(ROPE)),
+    "dense_untied": lambda: make_llama(**ROPE),
     "aha_tied": lambda: make_aha(tie_word_embeddings=True, aha_bias=False),
-    "aha_untied": lambda: make_aha(rope_parameters=dict(ROPE), aha_num_sink_tokens=2),
+    "aha_untied": lambda: make_aha(**ROPE, aha_num_sink_tokens=2),
     "aha_group": lambda: make_aha(aha_granularity="kv_group"),
 }
 
