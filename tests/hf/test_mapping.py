@@ -81,7 +81,7 @@ def test_import_and_export_are_bitwise_and_compute_the_same(
     tokens = random_tokens(1, 40)
     expected = original(tokens).logits
     results = [trainer_logits(CheckpointReader(folder), tokens)[0]]
-    if routed and (heads, groups) == (4, 2):
+    if routed:
         results += [
             part[None] for part in run_distributed(logits_on_two_ranks, 2, str(folder), tokens, timeout=120)
         ]
