@@ -32,8 +32,7 @@ def aha_attention(
     head_offset: int = 0,
     backend: str = "auto",
 ) -> Tensor:
-    """Returns All-or-Here attention: full causal attention where route is 1, the last ``window`` keys where
-    it is 0.
+    """Returns All-or-Here attention: full causal attention where route is 1, the last ``window`` keys where it is 0.
 
     q: [batch, queries, heads, head_dim]; k, v: [batch, keys, kv_heads, head_dim], any strides; the result
         is like q.
@@ -42,20 +41,17 @@ def aha_attention(
     window: visible keys of a *here* token, the token itself included, at least 1.
     query_offset: query i sits at position ``query_offset + i``, keys at 0, 1, ...; int, or integers [batch].
     key_start, key_end: integers [batch]; only keys ``key_start <= j < key_end`` exist (left padding, caches).
-    cu_seqlens: int32 [documents + 1] borders of documents packed into one row (batch 1, as many queries as
-        keys);
+    cu_seqlens: int32 [documents + 1] borders of documents packed into one row (batch 1, as many queries as keys);
         attention never crosses them.
     softmax_scale: factor on the scores, ``head_dim ** -0.5`` by default.
     num_sink_tokens: the first tokens (of each document) that *here* always sees too.
-    router_grad: "exact" gives every token its route gradient; "sampled:RATE" estimates it without bias from
-        the
+    router_grad: "exact" gives every token its route gradient; "sampled:RATE" estimates it without bias from the
         all-tokens and a random share of the here-tokens; "none" gives none (inference, frozen router).
     router_seed, layer, head_offset: counters of the random share, which is a function of (router_seed, layer,
         head_offset + head, position) alone. Vary router_seed with the step and the sample: an int, or int64
         broadcastable to [batch, queries]. Positions count from the first key a query may see (its
         document's start).
-    backend: "auto" for the best on this device, "torch", "triton", "reference" (the definition, tokens
-        squared in
+    backend: "auto" for the best on this device, "torch", "triton", "reference" (the definition, tokens squared in
         memory) or "flash" (flash-attn twice, blended by the route: dense cost).
 
     A query that sees no key has output and gradients zero. Raises InputError (a ValueError) for bad
