@@ -52,7 +52,7 @@ train() {
         --checkpoint.init_from "$OUT/imported" --checkpoint.directory "$RUN/$name/checkpoint" \
         --logging.directory "$RUN/$name/log" --data.blend "[$OUT/data/train]" \
         --data.split 97,3,0 --training.train_steps "$STEPS" --training.warmup_steps $((STEPS / 5)) \
-        --training.eval_interval $(((STEPS + 1) / 2)) --training.eval_steps 4 \
+        --training.eval_interval "$STEPS" --training.eval_steps 4 \
         --checkpoint.save_interval $(((STEPS + 1) / 2)) "$@"
 }
 
