@@ -52,8 +52,31 @@ train() {
         --checkpoint.init_from "$OUT/imported" --checkpoint.directory "$RUN/$name/checkpoint" \
         --logging.directory "$RUN/$name/log" --data.blend "[$OUT/data/train]" \
         --data.split 97,3,0 --training.train_steps "$STEPS" --training.warmup_steps $((STEPS / 5)) \
-        --training.eval_interval "$STEPS" --training.eval_steps 4 \
+        --training.eval_interval "$STEPS" --training.eval_steps 2 \
         --checkpoint.save_interval $(((STEPS + 1) / 2)) "$@"
+}
+
+# beside COMMAND...: runs it in the background, on the second core, until `joined` shows what it printed.
+beside() {
+    "$@" >"$OUT/beside.log" 2>&1 &
+    BESIDE=$!
+}
+joined() {
+    local rc=0
+    wait "$BESIDE" || rc=$?
+    cat "$OUT/beside.log"
+    [ "$rc" -eq 0 ] || exit "$rc"
+}
+trap 'jobs -p | xargs -r kill 2>/dev/null || true' EXIT
+
+# prepare_data: text and token files.
+prepare_data() {
+    step "collecting Python's standard library as text" "$OUT/text/held_out.jsonl" \
+        "$PY" -m megatron_aha.data.stdlib_corpus --output "$OUT/text/train.jsonl" \
+        --held-out-output "$OUT/text/held_out.jsonl"
+    step "tokenizing it" "$OUT/data/train.json" \
+        "$PY" tools/preprocess_data.py --input "$OUT/text/train.jsonl" --output "$OUT/data/train" --overwrite \
+        --tokenizer "$OUT/original" --eod '<|endoftext|>'
 }
 
 # export_model CHECKPOINT FOLDER: for transformers, with tokenizer and modelling code.
@@ -62,7 +85,7 @@ export_model() { "$PY" tools/convert_to_hf.py --checkpoint "$1" --output "$2"; }
 # compare: in a fresh process that knows transformers only; the exported folder brings its own code.
 compare() {
     (cd "$RUN" && env -u PYTHONPATH HF_HUB_OFFLINE=1 HF_HOME="$REPO/$RUN/hf-home" \
-        "$PY" "$REPO/launch/quickstart/compare.py" --original "$GGUF" --imported "$REPO/$OUT/imported-hf" \
+        "$PY" "$REPO/launch/quickstart/compare.py" --original "$REPO/$OUT/original" --imported "$REPO/$OUT/imported-hf" \
         --dense dense/hf --aha aha/hf --text "$REPO/$OUT/text/held_out.jsonl" --output results.json)
 }
 
@@ -78,20 +101,21 @@ export DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES="" TOKENIZERS_PARALLELISM=false
 export PYTHONWARNINGS="ignore:Transformer Engine and Apex are not installed,ignore:Apex is not installed"
 
 last="step_$(printf '%08d' "$STEPS")"
-step "importing SmolLM2-135M" "$OUT/imported/latest" \
-    "$PY" tools/convert_from_hf.py --source "$GGUF" --output "$OUT/imported"
+mkdir -p "$OUT"
+step "unpacking SmolLM2-135M as a Hugging Face folder" "$OUT/original/tokenizer.json" \
+    "$PY" launch/quickstart/unpack.py --gguf "$GGUF" --output "$OUT/original"
+beside prepare_data
+step "importing it" "$OUT/imported/latest" \
+    "$PY" tools/convert_from_hf.py --source "$OUT/original" --output "$OUT/imported"
 step "exporting it again, untrained" "$OUT/imported-hf/config.json" export_model "$OUT/imported" "$OUT/imported-hf"
-step "collecting Python's standard library as text" "$OUT/text/held_out.jsonl" \
-    "$PY" -m megatron_aha.data.stdlib_corpus --output "$OUT/text/train.jsonl" --held-out-output "$OUT/text/held_out.jsonl"
-step "tokenizing it" "$OUT/data/train.json" \
-    "$PY" tools/preprocess_data.py --input "$OUT/text/train.jsonl" --output "$OUT/data/train" --overwrite \
-    --tokenizer "$OUT/imported" --eod '<|endoftext|>'
+joined
 SETTINGS="$(cat "${CONFIGS[@]}" | cksum)"
 step "training dense, $STEPS steps" "$RUN/dense/checkpoint/$last/index.json" train dense --aha.enabled false
 step "training with All-or-Here Attention, $STEPS steps" "$RUN/aha/checkpoint/$last/index.json" train aha
-step "exporting the dense model" "$RUN/dense/hf/config.json" export_model "$RUN/dense/checkpoint" "$RUN/dense/hf"
+beside step "exporting the dense model" "$RUN/dense/hf/config.json" export_model "$RUN/dense/checkpoint" "$RUN/dense/hf"
 step "exporting the model with All-or-Here Attention" "$RUN/aha/hf/config.json" \
     export_model "$RUN/aha/checkpoint" "$RUN/aha/hf"
+joined
 step "drawing the usage of full attention" "$RUN/aha/plots/heatmap.png" \
     "$PY" tools/plot_router.py "$RUN/aha/log" --output "$RUN/aha/plots"
 step "comparing in plain transformers" "$RUN/results.json" compare

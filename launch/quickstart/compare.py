@@ -43,15 +43,6 @@ class Result:
     usage_beyond_window: float | None = None
 
 
-def load_model(path: Path) -> Any:
-    """Returns a model in fp32 from an exported folder or a GGUF file."""
-    if path.suffix == ".gguf":
-        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True, dtype=torch.float32)
-    return model.eval()
-
-
 def held_out_sequences(text: Path, tokenizer: Any) -> Iterator[list[int]]:
     """Yields ``SEQUENCES`` lists of ``LENGTH`` token ids: the beginnings of documents that are long enough.
 
@@ -115,7 +106,7 @@ def main() -> None:
     """Measures the four models, writes the results, and fails when AHA has cost more than it may."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     for name, purpose in {
-        "original": "the model as it was downloaded",
+        "original": "the model as it was unpacked",
         "imported": "its export after the import, before training",
         "dense": "export of the model trained without routers",
         "aha": "export of the model trained with routers on the same tokens",
@@ -136,7 +127,7 @@ def main() -> None:
         "trained with AHA, exported": options.aha,
     }.items():
         started = time.monotonic()
-        model = load_model(path)
+        model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True, dtype=torch.float32).eval()
         rows.append(measure(name, model, sequences))
         print(f"   {name}: {time.monotonic() - started:.0f} s", flush=True)
 

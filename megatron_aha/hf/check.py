@@ -100,7 +100,6 @@ def check_export(reader: CheckpointReader, folder: Path, dtype: torch.dtype | No
         UserError: the folder does not load, or the logits differ by more than the tolerance.
     """
     tokens = random_tokens(reader)
-    ours, our_routes = trainer_logits(reader, tokens, dtype)
     with tempfile.TemporaryDirectory() as scratch:
         tokens_file, output_file = Path(scratch, "tokens.safetensors"), Path(scratch, "logits.safetensors")
         save_file({"tokens": tokens}, tokens_file)
@@ -110,19 +109,22 @@ def check_export(reader: CheckpointReader, folder: Path, dtype: torch.dtype | No
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
-        command = [
-            sys.executable,
-            "-P",
-            probe.__file__,
-            str(folder.resolve()),
-            str(tokens_file),
-            str(output_file),
-        ]
-        done = subprocess.run(
-            command, env=environment, cwd=scratch, stdin=subprocess.DEVNULL, capture_output=True, text=True
-        )
-        if done.returncode != 0:
-            reason = done.stderr.strip().splitlines()[-1:] or ["no message"]
+        command = [sys.executable, "-P", probe.__file__]
+        command += [str(folder.resolve()), str(tokens_file), str(output_file)]
+        # Leaving the block waits for the process, whatever happens in it.
+        with subprocess.Popen(
+            command,
+            env=environment,
+            cwd=scratch,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process:
+            ours, our_routes = trainer_logits(reader, tokens, dtype)
+            _, errors = process.communicate()
+        if process.returncode != 0:
+            reason = errors.strip().splitlines()[-1:] or ["no message"]
             raise UserError(f"the exported model does not load in a fresh process: {reason[0]}")
         theirs = load_file(output_file)
     return _judge(ours, our_routes, theirs, "the exported model and the trainer's")

@@ -70,6 +70,9 @@ def export_checkpoint(
         write_shards(temporary, _read(reader, plan, dtype), shard_bytes)
         if check:
             # Megatron-core takes seconds to import: what is wrong with a checkpoint is told before
+            from megatron_aha.parallel.platform import prepare_platform
+
+            prepare_platform()
             from megatron_aha.hf.check import check_export
 
             say(f"logits: {check_export(reader, temporary, dtype)}")

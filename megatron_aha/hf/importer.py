@@ -69,6 +69,9 @@ def import_checkpoint(
     _warn_about_vocabulary(folder, model, say)
     if check:
         # Megatron-core takes seconds to import: what is wrong with a source is told before
+        from megatron_aha.parallel.platform import prepare_platform
+
+        prepare_platform()
         from megatron_aha.hf.check import check_import
 
         reader = CheckpointReader(folder)

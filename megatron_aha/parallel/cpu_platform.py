@@ -7,6 +7,7 @@ any factory call with ``device="cuda"`` lands on the CPU and ``tensor.cuda()`` s
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,6 +17,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 _installed_mode: _CudaMeansCpu | None = None
+
+# Numbers of glibc's mallopt(3), and the largest values it takes.
+_M_TRIM_THRESHOLD, _LARGEST_TRIM_THRESHOLD = -1, 2**31 - 1
+_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD = -3, 32 * 2**20
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -45,6 +50,31 @@ def _set_rng_state(new_state: Tensor, device: Any = "cpu", graph_safe: bool = Fa
     torch.set_rng_state(new_state)
 
 
+def _import_megatron_core() -> None:
+    """Imports Megatron-core with ``torch.compile`` as a no-op.
+
+    It compiles some forty small functions as soon as it is imported. That loads torch's compiler, which is half of
+    the start-up, and on a CPU calls a C++ compiler, which need not be there.
+    """
+    compiled = torch.compile
+    torch.compile = lambda model=None, **_: model or (lambda function: function)  # type: ignore[assignment]
+    try:
+        import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
+    finally:
+        torch.compile = compiled
+
+
+def _keep_freed_memory() -> None:
+    """Lets malloc reuse the memory of freed tensors, where the C library can be told so.
+
+    As glibc starts, every tensor above 128 KiB is mapped, zeroed page by page by the kernel and unmapped again.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+        mallopt(_M_TRIM_THRESHOLD, _LARGEST_TRIM_THRESHOLD)
+
+
 def install() -> None:
     """Redirects Megatron-core's hard-coded CUDA calls to the CPU, once per process.
 
@@ -57,6 +87,8 @@ def install() -> None:
     if torch.cuda.is_available():
         raise RuntimeError("the CPU platform must not be installed where CUDA is available")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    _keep_freed_memory()
+    _import_megatron_core()
 
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda device=None: None

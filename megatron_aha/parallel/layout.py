@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_aha.config.parallel import ParallelConfig
+from megatron_aha.parallel.platform import prepare_platform
 
 
 def device() -> torch.device:
@@ -19,16 +20,6 @@ def device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-def prepare_platform() -> None:
-    """Selects this rank's GPU, or redirects Megatron-core to the CPU where no GPU exists."""
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        return
-    from megatron_aha.parallel import cpu_platform
-
-    cpu_platform.install()
 
 
 def backend() -> str:

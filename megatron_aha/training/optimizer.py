@@ -38,6 +38,8 @@ def build_optimizer(model: AHAGPTModel, aha: AHAConfig, training: TrainingConfig
         lr=training.lr,
         betas=(training.adam_beta1, training.adam_beta2),
         eps=training.adam_eps,
+        # One pass over memory instead of a dozen; on CPU and GPU alike.
+        fused=True,
     )
 
 

@@ -30,7 +30,8 @@ class OptimizerState:
 
         for parameter in self._adam_parameters():
             self.adam.state[parameter] = {
-                "step": torch.zeros(()),
+                # The fused AdamW counts its steps beside the parameter.
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
                 **{
                     moment: torch.zeros_like(parameter, memory_format=torch.preserve_format)
                     for moment in MOMENTS

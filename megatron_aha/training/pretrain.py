@@ -51,12 +51,14 @@ def main(argv: Sequence[str]) -> int:
     # deepspeed reads DS_ACCELERATOR.
     import torch
 
+    from megatron_aha.parallel.platform import prepare_platform
+
+    prepare_platform()
     from megatron_aha.models import build_model
-    from megatron_aha.parallel.layout import build_groups, prepare_platform
+    from megatron_aha.parallel.layout import build_groups
     from megatron_aha.training.engine import init_distributed
     from megatron_aha.training.loop import TrainingLoop
 
-    prepare_platform()
     init_distributed()
     build_groups(config.parallel, config.training.seed)
     model = build_model(config.model, config.aha, config.parallel, config.training)
