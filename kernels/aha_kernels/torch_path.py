@@ -10,6 +10,7 @@ from torch import Tensor
 from aha_kernels.banded import banded_backward, banded_forward
 from aha_kernels.dense import dense_backward, dense_forward
 from aha_kernels.flash import flash_suits
+from aha_kernels.masked import MaskedSegment, mask_suits
 from aha_kernels.mostly_open import mostly_open_backward, mostly_open_forward
 from aha_kernels.pool import run_all
 from aha_kernels.problem import Problem, compute_dtype
@@ -63,9 +64,16 @@ def torch_forward(
                 lse_here[:, :, heads],
             )
 
+    def masked(segment: Segment) -> None:
+        b, rows, keys = segment.batch, segment.rows, segment.keys
+        work = MaskedSegment(q[b, rows], k[b, keys], v[b, keys], opens[b, rows], problem, lse.dtype)
+        out[b, rows], lse[b, rows] = work.attend(opens[b, rows])
+
     tasks = []
     for segment in problem.segments(q.shape[0], q.shape[1], k.shape[1]):
-        if takes_bands(segment):
+        if mask_suits(segment, q.device):
+            masked(segment)
+        elif takes_bands(segment):
             tasks += [partial(banded, segment, kv_head) for kv_head in range(k.shape[2])]
         else:
             dense_forward(q, k, v, opens, problem, segment, out, lse, lse_here)
@@ -133,9 +141,22 @@ def torch_backward(
                 None if grad_route is None else grad_route[:, :, heads],
             )
 
+    def masked(segment: Segment) -> None:
+        b, rows, keys = segment.batch, segment.rows, segment.keys
+        work = MaskedSegment(q[b, rows], k[b, keys], v[b, keys], opens[b, rows], problem, lse.dtype)
+        d_q, d_k, d_v = work.gradients(grad_out[b, rows], out[b, rows], lse[b, rows])
+        grad_q[b, rows] = d_q
+        grad_k[b, keys] += d_k.unflatten(1, (k.shape[2], group)).sum(2)
+        grad_v[b, keys] += d_v.unflatten(1, (k.shape[2], group)).sum(2)
+        if grad_route is not None and work.beyond is not None:
+            wanted = opens[b, rows] if probes is None else opens[b, rows] | probes[b, rows]
+            grad_route[b, rows] = work.route_gradient(grad_out[b, rows], out[b, rows], wanted)
+
     tasks = []
     for segment in problem.segments(q.shape[0], q.shape[1], k.shape[1]):
-        if takes_bands(segment):
+        if mask_suits(segment, q.device):
+            masked(segment)
+        elif takes_bands(segment):
             tasks += [partial(banded, segment, kv_head) for kv_head in range(k.shape[2])]
         else:
             dense_backward(
