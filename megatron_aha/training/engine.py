@@ -224,7 +224,7 @@ class TrainingEngine:
                 not local.replicated or parallel_state.get_tensor_model_parallel_rank() == 0
             )
             if counted:
-                squares += local.parameter.grad.double().square().sum()
+                squares += torch.linalg.vector_norm(local.parameter.grad, dtype=torch.float64).square()
         torch.distributed.all_reduce(squares, group=parallel_state.get_model_parallel_group())
         norm = float(squares.sqrt())
         largest = self.config.training.clip_grad
