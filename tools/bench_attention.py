@@ -5,7 +5,8 @@
 
 Prints a Markdown table: medians, the ratio to the best dense peer, the ideal ratio (dense keys over keys
 that the routes open; causal halves count), the share of the ideal that was reached and the peak memory
-above the inputs. Runs of ours and of the peers alternate, so that both meet the same disturbances.
+above the inputs. Runs of ours and of the peers alternate, so that both meet the same disturbances. With ``--flex``
+FlexAttention computes the same routes beside them, compiled by torch (needs a compiler; forward only on a CPU).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Row:
     ours_ms: float
     peer: str
     peer_ms: float
+    flex_ms: float
     ratio: float
     ideal: float
     share_of_ideal: float
@@ -146,11 +148,32 @@ def dense_peers(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Tenso
     return peers
 
 
-def runs_here(peer: Callable[[], Tensor]) -> bool:
+def flex_attention_peer(q: Tensor, k: Tensor, v: Tensor, route: Tensor, window: int) -> Callable[[], Tensor]:
+    """Returns FlexAttention (torch.nn.attention) under the same routes, as a function of nothing."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    opened = route.detach()[0].T.bool().contiguous()  # [heads, tokens]
+
+    def visible(_batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (opened[head, query] | (key > query - window))
+
+    heads, length = opened.shape
+    mask = create_block_mask(visible, 1, heads, length, length, device=q.device.type)
+    compiled = torch.compile(flex_attention)
+
+    def run() -> Tensor:
+        inputs = [x.transpose(1, 2) for x in (q, k, v)]
+        return compiled(*inputs, block_mask=mask, enable_gqa=q.shape[2] != k.shape[2]).transpose(1, 2)
+
+    return run
+
+
+def runs_here(step: Callable[[], object]) -> bool:
     """Returns whether a peer computes at all on this device and dtype."""
     try:
-        peer()
-    except RuntimeError:
+        step()
+    except (RuntimeError, NotImplementedError) as error:
+        print(f"left out: {str(error).strip().splitlines()[0]}")
         return False
     return True
 
@@ -172,6 +195,19 @@ def without_grad(attend: Callable[[], Tensor]) -> Step:
             attend()
 
     return step
+
+
+def with_flex(
+    arguments: argparse.Namespace, inputs: tuple[Tensor, ...], route: Tensor, gradient: Tensor | None
+) -> list[Step]:
+    """Returns FlexAttention's step, with backward when there is a gradient; nothing unless asked for and able."""
+    if not arguments.flex:
+        return []
+    if gradient is None:  # on a CPU it refuses inputs that may want a gradient
+        inputs = tuple(x.detach() for x in inputs)
+    attend = flex_attention_peer(*inputs, route, arguments.window)
+    step = without_grad(attend) if gradient is None else with_backward(attend, inputs, gradient)
+    return [step] if runs_here(step) else []
 
 
 def bench_training(
@@ -203,13 +239,27 @@ def bench_training(
             leaves = (q, k, v) if task == "none" else (q, k, v, route)
             steps = [with_backward(ours(task), leaves, gradient)]
             steps += [with_backward(peer, (q, k, v), gradient) for peer in peers.values()]
-        times = meter.medians(steps, arguments.runs)
+        flex = with_flex(arguments, (q, k, v), route, None if task == "prefill" else gradient)
+        *times, flex_ms = meter.medians([*steps, *flex], arguments.runs) + [float("nan")] * (not flex)
         best = min(range(1, len(times)), key=times.__getitem__)
         ratio = times[best] / times[0]
         memory = [meter.peak_mib(steps[0]), meter.peak_mib(steps[best])]
         name = list(peers)[best - 1]
         rows.append(
-            Row(task, length, usage, kind, times[0], name, times[best], ratio, ideal, ratio / ideal, *memory)
+            Row(
+                task,
+                length,
+                usage,
+                kind,
+                times[0],
+                name,
+                times[best],
+                flex_ms,
+                ratio,
+                ideal,
+                ratio / ideal,
+                *memory,
+            )
         )
     return rows
 
@@ -240,18 +290,40 @@ def bench_decode(arguments: argparse.Namespace, meter: Meter, length: int, usage
     ideal = length / (share * length + (1 - share) * min(arguments.window, length))
     memory = [meter.peak_mib(step) for step in steps]
     ratio = peer / ours
-    return Row("decode", length, share, kind, ours, "SDPA", peer, ratio, ideal, ratio / ideal, *memory)
+    nan = float("nan")
+    return Row("decode", length, share, kind, ours, "SDPA", peer, nan, ratio, ideal, ratio / ideal, *memory)
 
 
 def table(rows: list[Row]) -> str:
     """Returns the rows as a Markdown table."""
-    head = "| task | length | usage | routes | ours ms | peer | peer ms | ratio | ideal | share | ours MiB | peer MiB |"
-    lines = [head, "|" + "---|" * 12]
+    head = [
+        "task",
+        "length",
+        "usage",
+        "routes",
+        "ours ms",
+        "peer",
+        "peer ms",
+        "flex ms",
+        "ratio",
+        "ideal",
+        "share",
+    ]
+    head += ["ours MiB", "peer MiB"]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for r in rows:
-        lines.append(
-            f"| {r.task} | {r.length} | {r.usage:.2f} | {r.routes} | {r.ours_ms:.2f} | {r.peer} | {r.peer_ms:.2f} | "
-            f"{r.ratio:.2f} | {r.ideal:.2f} | {r.share_of_ideal:.0%} | {r.ours_mib:.0f} | {r.peer_mib:.0f} |"
-        )
+        cells = [
+            r.task,
+            str(r.length),
+            f"{r.usage:.2f}",
+            r.routes,
+            f"{r.ours_ms:.2f}",
+            r.peer,
+            f"{r.peer_ms:.2f}",
+        ]
+        cells += [f"{r.flex_ms:.2f}", f"{r.ratio:.2f}", f"{r.ideal:.2f}", f"{r.share_of_ideal:.0%}"]
+        cells += [f"{r.ours_mib:.0f}", f"{r.peer_mib:.0f}"]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -283,6 +355,7 @@ def parse_arguments() -> argparse.Namespace:
         default=["prefill", "none", "exact", "sampled:0.05"],
         help="also: decode, sampled:RATE",
     )
+    parser.add_argument("--flex", action="store_true", help="also time FlexAttention under the same routes")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     return parser.parse_args()
 
