@@ -24,8 +24,12 @@ import torch
 
 from aha_kernels.triton_tiles import Tile, kernel_tile
 
-ARCHITECTURES = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32)}
-ARCHITECTURES_SEEN = ARCHITECTURES | {"gfx942": ("hip", "gfx942", 64)}
+TARGETS = {
+    "sm_80": ("cuda", 80, 32),
+    "sm_90": ("cuda", 90, 32),
+    "sm_100": ("cuda", 100, 32),
+    "gfx942": ("hip", "gfx942", 64),
+}
 SHARED_MEMORY = {
     "sm_80": 166_912,
     "sm_90": 232_448,
@@ -116,7 +120,7 @@ def compile_kernel(
         attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
     )
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    return triton.compile(source, target=GPUTarget(*ARCHITECTURES_SEEN[architecture]), options=options)
+    return triton.compile(source, target=GPUTarget(*TARGETS[architecture]), options=options)
 
 
 def read_cubin(cubin: bytes) -> tuple[int, int, dict[str, int]]:
@@ -195,18 +199,38 @@ def table(rows: list[Compiled]) -> str:
     return "\n".join(lines)
 
 
+def report(rows: list[Compiled]) -> str:
+    """Returns the page that docs/ keeps."""
+    import triton
+
+    limits = ", ".join(f"{name} {size}" for name, size in SHARED_MEMORY.items())
+    return f"""# What the Triton kernels compile to
+
+Written by `python tools/compile_kernels.py --output docs/kernels-compile.md` with triton {triton.__version__}:
+bf16 tensors, {GROUP} query heads per KV head, the tiles of `kernels/aha_kernels/triton_tiles.py`.
+**Compiled only: nothing here ran on a GPU.**
+
+Bytes of shared memory that a program may use: {limits}. HGMMA are the instructions of a warp group on sm_90,
+UTCHMMA those of sm_100, MFMA AMD's. Decoding works on 16 rows, too few for them. With head_dim 256, blocks of keys
+large enough for them spill in the backward kernel for keys and values, so that one stays on HMMA.
+
+{table(rows)}
+"""
+
+
 def main() -> int:
     """Compiles and prints or writes; returns 1 when a kernel spills or needs too much shared memory."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    known = list(ARCHITECTURES_SEEN)
-    parser.add_argument("--architectures", nargs="+", choices=known, default=list(ARCHITECTURES))
+    parser.add_argument("--architectures", nargs="+", choices=list(TARGETS), default=list(TARGETS))
     parser.add_argument("--head-dims", type=int, nargs="+", choices=HEAD_DIMS, default=list(HEAD_DIMS))
     parser.add_argument("--output", type=Path, help="write the Markdown report to this file")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     arguments = parser.parse_args()
     rows = [row for a in arguments.architectures for d in arguments.head_dims for row in compile_all(a, d)]
+    if arguments.output:
+        arguments.output.write_text(report(rows))
     print(json.dumps([asdict(row) for row in rows]) if arguments.json else table(rows))
     return int(any(row.spilled or row.shared > SHARED_MEMORY[row.architecture] for row in rows))
 

@@ -77,7 +77,9 @@ def near_forward_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     near_begin, sink_begin, sink_blocks, blocks = here_blocks(first, near, stop, num_keys, SINKS, BLOCK_N)
     for i in range(0, blocks):
-        start, visible = here_block(i, first, near, stop, near_begin, sink_begin, sink_blocks, SINKS, BLOCK_N)
+        start, visible = here_block(
+            i, first, near, stop, num_keys, near_begin, sink_begin, sink_blocks, SINKS, BLOCK_N
+        )
         k = load_keys(k_base, start, stride_kt, num_keys, BLOCK_N, D, BLOCK_D)
         v = load_keys(v_base, start, stride_vt, num_keys, BLOCK_N, D, BLOCK_D)
         acc, peak, total = softmax_step(q, k, v, acc, peak, total, visible, scale, True, PRECISION)

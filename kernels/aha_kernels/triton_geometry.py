@@ -28,10 +28,14 @@ class Geometry:
     window: int
     sinks: int
 
+    def position(self) -> Tensor:
+        """Returns int32 [batch, queries]: where each query sits among the keys."""
+        rows = torch.arange(self.first.shape[1], dtype=torch.int32, device=self.first.device)
+        return self.offset[:, None] + rows
+
     def has_far(self) -> Tensor:
         """Returns bool [batch, queries]: whether a query has a key that *here* does not see."""
-        position = self.offset[:, None] + torch.arange(self.first.shape[1], device=self.first.device)
-        return torch.minimum(position - self.window + 1, self.stop) > self.first + self.sinks
+        return torch.minimum(self.position() - self.window + 1, self.stop) > self.first + self.sinks
 
 
 def make_geometry(
@@ -52,8 +56,9 @@ def make_geometry(
     if problem.cu_seqlens is not None:
         borders = problem.cu_seqlens.to(device=device, dtype=torch.int32)
         first = borders[torch.searchsorted(borders, rows[0].contiguous(), right=True) - 1][None]
+    window = min(problem.window, 2**30)  # sums with it stay in int32
     return Geometry(
-        first.contiguous(), stop.to(torch.int32).contiguous(), offset, problem.window, problem.num_sink_tokens
+        first.contiguous(), stop.to(torch.int32).contiguous(), offset, window, problem.num_sink_tokens
     )
 
 
@@ -98,6 +103,11 @@ def make_row_list(chosen: Tensor, kv_heads: int) -> RowList:
     source = torch.arange(size, dtype=torch.int32, device=chosen.device).expand_as(flags)
     codes.scatter_(1, torch.where(flags, place - 1, size).long(), source)  # others fall into the last column
     return RowList(codes[:, :size].contiguous(), counts, group)
+
+
+def row_block_count(queries: int, group: int, block: int) -> int:
+    """Returns the blocks of rows that the longest list possible has."""
+    return -(-queries * group // block)
 
 
 def _key_blocks(num_keys: int, block: int, lists: int, device: torch.device) -> Tensor:

@@ -19,6 +19,7 @@ from aha_kernels.triton_geometry import (
     make_geometry,
     make_row_list,
     near_rows,
+    row_block_count,
     span_tiles,
     work_list,
 )
@@ -41,8 +42,8 @@ class Launch:
         self.keys, self.kv_heads = k.shape[1], k.shape[2]
         self.group, self.lists = self.heads // self.kv_heads, self.batch * self.kv_heads
         self.problem = problem
-        self.window = min(problem.window, 2**30)
         self.geometry = make_geometry(problem, self.batch, self.queries, self.keys, q.device)
+        self.window = self.geometry.window
         self.scale = problem.softmax_scale
         self.sizes = (self.queries, self.keys, self.kv_heads)
         self.strides = (*self.q.stride()[:3], *self.k.stride()[:3], *self.v.stride()[:3])
@@ -66,7 +67,7 @@ class Launch:
 
     def row_blocks(self, tile: Tile) -> int:
         """Returns the blocks of rows that the longest list possible has."""
-        return int(triton.cdiv(self.queries * self.group, tile.rows))
+        return row_block_count(self.queries, self.group, tile.rows)
 
     def row_work(self, rows: RowList, tile: Tile, far: bool = False) -> Tensor:
         """Returns the work list of a pass over listed rows: blocks of the lists, those with most keys first."""

@@ -88,7 +88,7 @@ def here_blocks(first, near, stop, num_keys, SINKS: tl.constexpr, BLOCK_N: tl.co
 
 @triton.jit
 def here_block(
-    i, first, near, stop, near_begin, sink_begin, sink_blocks, SINKS: tl.constexpr, BLOCK_N: tl.constexpr
+    i, first, near, stop, num_keys, near_begin, sink_begin, sink_blocks, SINKS: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
     """Returns the first key of block i of here_blocks and which of its keys the rows see [rows, BLOCK_N]."""
     keys = tl.arange(0, BLOCK_N)
@@ -100,9 +100,10 @@ def here_block(
         in_sinks = i < sink_blocks
         start = tl.where(in_sinks, sink_begin + i * BLOCK_N, near_begin + (i - sink_blocks) * BLOCK_N)
         key = start + keys
-        limit = tl.where(in_sinks, tl.minimum(stop, near_begin), stop)  # sinks after it belong to near blocks
+        # Sinks from near_begin on belong to the near blocks: in a sink block they become a key that none sees.
+        key = tl.where(key < tl.where(in_sinks, near_begin, num_keys), key, num_keys)
         sink = (key[None, :] >= first[:, None]) & (key[None, :] < first[:, None] + SINKS)
-        visible = (sink | (key[None, :] >= near[:, None])) & (key[None, :] < limit[:, None])
+        visible = (sink | (key[None, :] >= near[:, None])) & (key[None, :] < stop[:, None])
     return start, visible
 
 
