@@ -1,8 +1,8 @@
 """Triton kernels for decoding: split keys, with work in proportion to what the routes open.
 
 The work list holds one entry per (item, KV head, split): a KV group with an open head gets as many splits
-as its cache has blocks of keys, a closed one gets what its window and sinks need. Entries are laid out on
-the device, so an open head is spread over many programs and does not hold up the launch; a second kernel
+as its cache has blocks of keys, a closed one gets what its window and sinks need. Full splits start before
+the rests, so an open head is spread over many programs and does not hold up the launch; a second kernel
 merges the splits.
 """
 
@@ -13,11 +13,50 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aha_kernels.triton_forward import load_tile, store_tile
-from aha_kernels.triton_path import LOG2_E, capability
-from aha_kernels.triton_tiles import decode_tile
+from aha_kernels.triton_geometry import decode_work
+from aha_kernels.triton_path import LOG2_E, dense_last
+from aha_kernels.triton_steps import (
+    finish_softmax,
+    load_tile,
+    locate_rows,
+    raise_peak,
+    softmax_step,
+    store_tile,
+)
+from aha_kernels.triton_tiles import architecture, kernel_tile
 
 KEYS_PER_SPLIT = 512
+
+
+@triton.jit
+def find_entry(RUNNING, lists, number):
+    """Returns the list whose running count is the first above number, and the number's place within it."""
+    low = 0
+    high = lists - 1
+    while low < high:
+        middle = (low + high) // 2
+        count = tl.load(RUNNING + middle)
+        low = tl.where(count > number, low, middle + 1)
+        high = tl.where(count > number, middle, high)
+    return low, number - count_before(RUNNING, low)
+
+
+@triton.jit
+def count_before(RUNNING, which):
+    """Returns the running count of the list before."""
+    return tl.where(which > 0, tl.load(RUNNING + tl.maximum(which - 1, 0)), 0)
+
+
+@triton.jit
+def cache_rows(TABLE, key, key_ok, item, pages_per_item, page_size, PAGED: tl.constexpr):
+    """Returns the page (or item) and the slot in it where keys of an item lie, int64."""
+    if PAGED:
+        page = tl.load(TABLE + item * pages_per_item + key // page_size, mask=key_ok, other=0).to(tl.int64)
+        slot = (key % page_size).to(tl.int64)
+    else:
+        page = tl.zeros_like(key).to(tl.int64) + item
+        slot = key.to(tl.int64)
+    return page, slot
 
 
 @triton.jit
@@ -29,12 +68,13 @@ def decode_split_kernel(
     LENGTHS,
     STARTS,
     TABLE,
-    ENTRIES,
+    FULL,
+    REST,
     PART_OUT,
     PART_LSE,
     new_tokens,
     kv_heads,
-    entries,
+    lists,
     pages_per_item,
     page_size,
     window,
@@ -62,31 +102,21 @@ def decode_split_kernel(
     2).
     """
     pid = tl.program_id(0)
-    number = tl.load(
-        ENTRIES + entries - 1
-    )  # entries in use; the array is a running count per (item, KV head)
-    if pid >= number:
+    full = tl.load(FULL + lists - 1)
+    if pid >= full + tl.load(REST + lists - 1):
         return
-    low = 0
-    high = entries - 1
-    while low < high:  # the (item, KV head) whose running count exceeds this program's number
-        middle = (low + high) // 2
-        count = tl.load(ENTRIES + middle)
-        low = tl.where(count > pid, low, middle + 1)
-        high = tl.where(count > pid, middle, high)
-    before = tl.load(ENTRIES + tl.maximum(low - 1, 0))
-    split = pid - tl.where(low > 0, before, 0)
-    item = low // kv_heads
-    kv_head = low % kv_heads
+    which, split = find_entry(FULL, lists, pid)
+    if pid >= full:
+        which, _ = find_entry(REST, lists, pid - full)
+        split = tl.load(FULL + which) - count_before(FULL, which)
+    item, kv_head = which // kv_heads, which % kv_heads
 
     row = tl.arange(0, BLOCK_M)
-    token = row // GROUP
-    head = kv_head * GROUP + row % GROUP
+    token, place, q_row = locate_rows(row, item, kv_head, new_tokens, kv_heads, stride_qt, stride_qh, GROUP)
     ok = token < new_tokens
     length = tl.load(LENGTHS + item)
     first = tl.load(STARTS + item)
     position = length - new_tokens + token
-    place = (item * new_tokens + token) * (kv_heads * GROUP) + head
     opened = tl.load(ROUTE + place, mask=ok, other=0) != 0
     first_near = tl.maximum(first, length - new_tokens - window + 1)
     some_open = tl.max(opened.to(tl.int32)) > 0
@@ -94,11 +124,9 @@ def decode_split_kernel(
     begin = tl.where(some_open, first, first_near) + split * split_keys
     end = tl.minimum(begin + split_keys, length)
 
-    item64, kv_head64 = item.to(tl.int64), kv_head.to(tl.int64)
-    q_rows = token.to(tl.int64) * stride_qt + head.to(tl.int64) * stride_qh
-    q = load_tile(Q + item64 * stride_qb, q_rows, 1, ok, D, BLOCK_D)
-    k_base = K + kv_head64 * stride_kh
-    v_base = V + kv_head64 * stride_vh
+    q = load_tile(Q + item.to(tl.int64) * stride_qb, q_row, 1, ok, D, BLOCK_D)
+    k_base = K + kv_head.to(tl.int64) * stride_kh
+    v_base = V + kv_head.to(tl.int64) * stride_vh
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -108,44 +136,30 @@ def decode_split_kernel(
     for i in range(0, sink_blocks + blocks):
         in_sinks = i < sink_blocks
         start = tl.where(in_sinks, first + i * BLOCK_N, begin + (i - sink_blocks) * BLOCK_N)
-        stop = tl.where(in_sinks, sink_end, end)
         key = start + tl.arange(0, BLOCK_N)
-        key_ok = key < stop
-        if PAGED:
-            page = tl.load(TABLE + item * pages_per_item + key // page_size, mask=key_ok, other=0).to(
-                tl.int64
-            )
-            slot = (key % page_size).to(tl.int64)
-        else:
-            page = tl.zeros([BLOCK_N], tl.int64) + item64
-            slot = key.to(tl.int64)
+        key_ok = key < tl.where(in_sinks, sink_end, end)
+        page, slot = cache_rows(TABLE, key, key_ok, item, pages_per_item, page_size, PAGED)
         k = load_tile(k_base, page * stride_kb + slot * stride_kt, 1, key_ok, D, BLOCK_D)
         v = load_tile(v_base, page * stride_vb + slot * stride_vt, 1, key_ok, D, BLOCK_D)
         near = (key[None, :] > position[:, None] - window) | (key[None, :] < first + sinks)
         visible = (near | opened[:, None]) & (key[None, :] <= position[:, None]) & key_ok[None, :]
-        scores = tl.where(visible, tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        safe_peak = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weights = tl.exp2(scores - safe_peak[:, None])
-        shrink = tl.exp2(peak - safe_peak)
-        total = total * shrink + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
-        peak = new_peak
-    some = total > 0.0
-    divisor = tl.where(some, total, 1.0)
+        acc, peak, total = softmax_step(q, k, v, acc, peak, total, visible, scale, True, PRECISION)
+    out, lse = finish_softmax(acc, peak, total)
     slot_out = pid.to(tl.int64) * BLOCK_M + row
-    store_tile(PART_OUT, slot_out * D, 1, ok, acc / divisor[:, None], D, BLOCK_D)
-    tl.store(PART_LSE + slot_out, tl.where(some, peak + tl.log2(divisor), float("-inf")), mask=ok)
+    store_tile(PART_OUT, slot_out * D, 1, ok, out, D, BLOCK_D)
+    tl.store(PART_LSE + slot_out, lse, mask=ok)
 
 
 @triton.jit
 def decode_merge_kernel(
     OUT,
-    ENTRIES,
+    FULL,
+    REST,
     PART_OUT,
     PART_LSE,
     new_tokens,
     kv_heads,
+    lists,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -153,42 +167,27 @@ def decode_merge_kernel(
 ):
     """Merges the splits of one (item, KV head) by their log-sum-exps."""
     which = tl.program_id(0)
-    last = tl.load(ENTRIES + which)
-    begin = tl.where(which > 0, tl.load(ENTRIES + tl.maximum(which - 1, 0)), 0)
+    begin = count_before(FULL, which)
+    full = tl.load(FULL + which) - begin
+    rest = tl.load(FULL + lists - 1) + count_before(REST, which)
+    rests = tl.load(REST + which) - count_before(REST, which)
     row = tl.arange(0, BLOCK_M)
-    token = row // GROUP
+    token, place, _ = locate_rows(row, which // kv_heads, which % kv_heads, new_tokens, kv_heads, 0, 0, GROUP)
     ok = token < new_tokens
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    for entry in range(begin, last):
-        place = tl.cast(entry, tl.int64) * BLOCK_M + row
-        lse = tl.load(PART_LSE + place, mask=ok, other=float("-inf"))
-        part = load_tile(PART_OUT, place * D, 1, ok, D, BLOCK_D)
-        new_peak = tl.maximum(peak, lse)
-        safe_peak = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    for i in range(0, full + rests):
+        entry = tl.where(i < full, begin + i, rest)
+        part = tl.cast(entry, tl.int64) * BLOCK_M + row
+        lse = tl.load(PART_LSE + part, mask=ok, other=float("-inf"))
+        peak, safe_peak, shrink = raise_peak(peak, lse)
         weight = tl.exp2(lse - safe_peak)
-        shrink = tl.exp2(peak - safe_peak)
         total = total * shrink + weight
-        acc = acc * shrink[:, None] + part * weight[:, None]
-        peak = new_peak
-    item = which // kv_heads
-    head = (which % kv_heads) * GROUP + row % GROUP
-    place = (item * new_tokens + token).to(tl.int64) * (kv_heads * GROUP) + head
-    divisor = tl.where(total > 0.0, total, 1.0)
-    store_tile(OUT, place * D, 1, ok, acc / divisor[:, None], D, BLOCK_D)
-
-
-def running_splits(
-    opens: Tensor, lengths: Tensor, starts: Tensor, kv_heads: int, new_tokens: int, window: int
-) -> Tensor:
-    """Returns int32 [batch * kv_heads], the running count of splits; opens bool [batch, new_tokens, heads]."""
-    batch = lengths.shape[0]
-    some_open = opens.view(batch, new_tokens, kv_heads, -1).any(-1).any(1)  # [batch, kv_heads]
-    first_near = torch.maximum(starts, lengths - new_tokens - window + 1)
-    keys = torch.where(some_open, (lengths - starts)[:, None], (lengths - first_near)[:, None])
-    splits = torch.div(keys + KEYS_PER_SPLIT - 1, KEYS_PER_SPLIT, rounding_mode="floor").clamp_min(1)
-    return splits.reshape(-1).cumsum(0, dtype=torch.int32)
+        part_out = load_tile(PART_OUT, part * D, 1, ok, D, BLOCK_D)
+        acc = acc * shrink[:, None] + part_out * weight[:, None]
+    out, _ = finish_softmax(acc, peak, total)
+    store_tile(OUT, place * D, 1, ok, out, D, BLOCK_D)
 
 
 def triton_decode(
@@ -208,32 +207,32 @@ def triton_decode(
     """
     batch, new_tokens, heads, dim = q.shape
     kv_heads = k_cache.shape[2]
-    group, window = heads // kv_heads, min(window, 2**30)
-    tile = decode_tile(dim, q.dtype, capability(q.device))
+    group, window, lists = heads // kv_heads, min(window, 2**30), batch * kv_heads
+    q, k_cache, v_cache = dense_last(q), dense_last(k_cache), dense_last(v_cache)
+    tile = kernel_tile("decode", dim, q.dtype, architecture(q.device))
     block_m = max(tile.rows, triton.next_power_of_2(new_tokens * group))
     lengths = cache_lengths.to(q.device, torch.int32).contiguous()
     starts = (
         torch.zeros_like(lengths) if key_start is None else key_start.to(lengths).clamp_min(0).contiguous()
     )
     opens = (route != 0).contiguous()
-    entries = running_splits(opens, lengths, starts, kv_heads, new_tokens, window)
+    work = decode_work(opens, lengths, starts, kv_heads, window, KEYS_PER_SPLIT)
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-    most = (
-        batch * kv_heads * max(1, triton.cdiv(capacity, KEYS_PER_SPLIT))
-    )  # programs if all groups were open
+    most = lists * max(1, triton.cdiv(capacity, KEYS_PER_SPLIT))  # programs if all groups were open
     part_out = torch.empty(most, block_m, dim, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(most, block_m, dtype=torch.float32, device=q.device)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    table = entries if block_table is None else block_table.to(torch.int32).contiguous()
+    table = lengths if block_table is None else block_table.to(torch.int32).contiguous()
     shape = {"GROUP": group, "D": dim, "BLOCK_D": triton.next_power_of_2(dim), "BLOCK_M": block_m}
     decode_split_kernel[(most,)](
-        q, k_cache, v_cache, opens.view(torch.uint8), lengths, starts, table, entries, part_out, part_lse,
-        new_tokens,
-        kv_heads, batch * kv_heads, table.shape[-1], k_cache.shape[1], window, sinks, scale * LOG2_E,
-        KEYS_PER_SPLIT,
-        *q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3], PAGED=block_table is not None,
-        BLOCK_N=tile.keys, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=tile.warps,
+        q, k_cache, v_cache, opens.view(torch.uint8), lengths, starts, table, work.full, work.rest, part_out,
+        part_lse, new_tokens, kv_heads, lists, table.shape[-1], k_cache.shape[1], window, sinks,
+        scale * LOG2_E, KEYS_PER_SPLIT, *q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3],
+        PAGED=block_table is not None, BLOCK_N=tile.keys,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=tile.warps,
         num_stages=tile.stages, **shape,
     )  # fmt: skip
-    decode_merge_kernel[(batch * kv_heads,)](out, entries, part_out, part_lse, new_tokens, kv_heads, **shape)
+    decode_merge_kernel[(lists,)](
+        out, work.full, work.rest, part_out, part_lse, new_tokens, kv_heads, lists, **shape
+    )
     return out

@@ -11,40 +11,46 @@ from torch import Tensor
 from aha_kernels.problem import Problem
 from aha_kernels.triton_backward import key_value_kernel, near_query_kernel, rows_query_kernel
 from aha_kernels.triton_forward import near_forward_kernel, rows_forward_kernel
-from aha_kernels.triton_geometry import RowList, list_bounds, make_geometry, make_row_list, sink_bounds
-from aha_kernels.triton_tiles import Tile, forward_tile, key_value_tile, probe_tile, query_tile
+from aha_kernels.triton_geometry import (
+    RowList,
+    key_work,
+    list_rows,
+    list_spans,
+    make_geometry,
+    make_row_list,
+    near_rows,
+    row_block_count,
+    span_tiles,
+    work_list,
+)
+from aha_kernels.triton_tiles import Tile, architecture, kernel_tile
 
 LOG2_E = 1.4426950408889634
 
 
-def _dense_last(x: Tensor) -> Tensor:
+def dense_last(x: Tensor) -> Tensor:
     """Returns x, copied only if its last dimension is not contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def capability(device: torch.device) -> int:
-    """Returns the compute capability as a number such as 90."""
-    if device.type != "cuda":
-        return 90
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
 
 
 class Launch:
     """Arguments that all kernels of a call share."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> None:
-        self.q, self.k, self.v = _dense_last(q), _dense_last(k), _dense_last(v)
+        self.q, self.k, self.v = dense_last(q), dense_last(k), dense_last(v)
         self.batch, self.queries, self.heads, self.dim = q.shape
         self.keys, self.kv_heads = k.shape[1], k.shape[2]
         self.group, self.lists = self.heads // self.kv_heads, self.batch * self.kv_heads
         self.problem = problem
-        self.window = min(problem.window, 2**30)
         self.geometry = make_geometry(problem, self.batch, self.queries, self.keys, q.device)
-        self.capability = capability(q.device)
+        self.window = self.geometry.window
         self.scale = problem.softmax_scale
-        self.sizes = (self.queries, self.keys, self.kv_heads, self.lists)
+        self.sizes = (self.queries, self.keys, self.kv_heads)
         self.strides = (*self.q.stride()[:3], *self.k.stride()[:3], *self.v.stride()[:3])
+
+    def tile(self, kernel: str) -> Tile:
+        """Returns the tile of a kernel of this call."""
+        return kernel_tile(kernel, self.dim, self.q.dtype, architecture(self.q.device))
 
     def constants(self, tile: Tile) -> dict[str, Any]:
         """Returns the compile-time arguments for a tile."""
@@ -59,9 +65,13 @@ class Launch:
             "num_stages": tile.stages,
         }
 
-    def row_programs(self, tile: Tile) -> tuple[int]:
-        """Returns the grid of a kernel with one program per block of rows, for the longest list possible."""
-        return (triton.cdiv(self.queries * self.group, tile.rows) * self.lists,)
+    def row_blocks(self, tile: Tile) -> int:
+        """Returns the blocks of rows that the longest list possible has."""
+        return row_block_count(self.queries, self.group, tile.rows)
+
+    def row_work(self, rows: RowList, tile: Tile, far: bool = False) -> Tensor:
+        """Returns the work list of a pass over listed rows: blocks of the lists, those with most keys first."""
+        return work_list(span_tiles(list_spans(rows, self.geometry, tile.rows, far), tile.keys))
 
     def listed(self, route: Tensor) -> Tensor:
         """Returns bool [batch, queries, heads]: the all-rows that have a far key; to the others *all* is
@@ -78,14 +88,14 @@ class Launch:
         weight: float = 1.0,
     ) -> None:
         """Runs the pass over listed rows; probe is (d_out, delta, lse_here, d_route) for router gradients."""
-        shape = forward_tile if probe is None else probe_tile
-        tile = shape(self.dim, self.q.dtype, self.capability)
+        tile = self.tile("forward" if probe is None else "probe")
         d_out, delta, lse_here, d_route = (lse, lse, lse, lse) if probe is None else probe
-        rows_forward_kernel[self.row_programs(tile)](
-            self.q, self.k, self.v, out, lse, d_out, delta, lse_here, d_route, rows.codes, rows.counts,
-            self.geometry.first, self.geometry.stop, self.geometry.offset, *self.sizes, self.window,
-            self.problem.num_sink_tokens, self.scale * LOG2_E, weight, *self.strides, PROBE=probe is not None,
-            **self.constants(tile),
+        work = self.row_work(rows, tile, far=probe is not None)
+        rows_forward_kernel[(len(work),)](
+            self.q, self.k, self.v, out, lse, d_out, delta, lse_here, d_route, work, rows.codes, rows.counts,
+            self.geometry.first, self.geometry.stop, self.geometry.offset, *self.sizes, self.row_blocks(tile),
+            self.window, self.problem.num_sink_tokens, self.scale * LOG2_E, weight, *self.strides,
+            PROBE=probe is not None, **self.constants(tile),
         )  # fmt: skip
 
 
@@ -100,12 +110,11 @@ def triton_forward(
     if out.numel() == 0:
         return out, lse, lse_here
     geometry = call.geometry
-    tile = forward_tile(call.dim, q.dtype, call.capability)
-    near_forward_kernel[call.row_programs(tile)](
+    tile = call.tile("forward")
+    near_forward_kernel[(call.row_blocks(tile) * call.lists,)](
         call.q, call.k, call.v, out, lse, lse_here, geometry.first, geometry.stop, geometry.offset,
-        *call.sizes,
-        call.window, call.scale * LOG2_E, *call.strides, SINKS=problem.num_sink_tokens,
-        **call.constants(tile),
+        *call.sizes, call.lists, call.window, call.scale * LOG2_E, *call.strides,
+        SINKS=problem.num_sink_tokens, **call.constants(tile),
     )  # fmt: skip
     call.rows_forward(make_row_list(call.listed(route), call.kv_heads), out, lse)
     return out, lse, lse_here
@@ -140,28 +149,26 @@ def triton_backward(
     rows = make_row_list(listed, call.kv_heads)
     ranges = (geometry.first, geometry.stop)
 
-    tile = query_tile(call.dim, q.dtype, call.capability)
-    near_query_kernel[call.row_programs(tile)](
+    tile = call.tile("query")
+    near_query_kernel[(call.row_blocks(tile) * call.lists,)](
         call.q, call.k, call.v, grad_out, lse_here, delta, listed.view(torch.uint8), grad_q, grad_route,
-        *ranges,
-        geometry.offset, *call.sizes, call.window, scale, call.scale, *call.strides, ROUTER_GRAD=with_router,
-        SINKS=sinks, **call.constants(tile),
+        *ranges, geometry.offset, *call.sizes, call.lists, call.window, scale, call.scale, *call.strides,
+        ROUTER_GRAD=with_router, SINKS=sinks, **call.constants(tile),
     )  # fmt: skip
-    rows_query_kernel[call.row_programs(tile)](
-        call.q, call.k, call.v, grad_out, lse, delta, grad_q, rows.codes, rows.counts, *ranges, *call.sizes,
-        scale,
-        call.scale, *call.strides, **call.constants(tile),
+    work = call.row_work(rows, tile)
+    rows_query_kernel[(len(work),)](
+        call.q, call.k, call.v, grad_out, lse, delta, grad_q, work, rows.codes, rows.counts, *ranges,
+        *call.sizes, call.row_blocks(tile), scale, call.scale, *call.strides, **call.constants(tile),
     )  # fmt: skip
 
-    tile = key_value_tile(call.dim, q.dtype, call.capability)
-    bounds = list_bounds(rows, geometry, call.kv_heads, call.group, tile.keys, call.keys)
-    sink_ends = sink_bounds(geometry, tile.keys, call.keys) if sinks else bounds
-    key_value_kernel[(triton.cdiv(call.keys, tile.keys) * call.lists,)](
-        call.q, call.k, call.v, grad_out, lse, delta, listed.view(torch.uint8), grad_k, grad_v, rows.codes,
-        bounds,
-        sink_ends, *ranges, geometry.offset, *call.sizes, call.window, scale, call.scale, *call.strides,
-        SINKS=sinks,
-        **call.constants(tile),
+    tile = call.tile("key_value")
+    near = near_rows(geometry, tile.keys, call.keys)
+    listed_part = list_rows(rows, geometry, tile.keys, call.keys)
+    work = work_list(key_work(near, listed_part, call.group, tile.rows))
+    key_value_kernel[(len(work),)](
+        call.q, call.k, call.v, grad_out, lse, delta, listed.view(torch.uint8), grad_k, grad_v, work,
+        rows.codes, near, listed_part, *ranges, geometry.offset, *call.sizes, near.shape[1], call.window,
+        scale, call.scale, *call.strides, SINKS=sinks, **call.constants(tile),
     )  # fmt: skip
 
     if with_router:

@@ -1,7 +1,7 @@
 """Tile shapes of the Triton kernels: a small table instead of a search at start-up.
 
-The entries are the ones that compile without spills (kernels with dots in bf16, checked without a GPU by
-the compile tests); they have not been timed on a GPU yet.
+Its entries compile without spills into the shared memory of their chips (checked without a GPU, see
+docs/kernels-compile.md); they have not been timed on a GPU yet.
 """
 
 from __future__ import annotations
@@ -21,45 +21,43 @@ class Tile:
     stages: int
 
 
-def forward_tile(head_dim: int, dtype: torch.dtype, capability: int) -> Tile:
-    """Returns the tile of the two forward kernels; capability is 80, 90, 100 ..."""
-    if dtype == torch.float32:
-        return Tile(64, 32, 4, 1)
-    if head_dim > 128:
-        return Tile(64, 32, 8, 2) if capability >= 90 else Tile(32, 32, 8, 2)
-    if capability >= 90:
-        return Tile(128, 64, 8, 2)
-    return Tile(64, 64, 8, 2)
+# Of each kernel: the tiles for head_dim up to 128 and for 256, in 16-bit types.
+TILES: dict[str, dict[str, tuple[Tile, Tile]]] = {
+    "sm_80": {
+        "forward": (Tile(64, 64, 8, 2), Tile(32, 32, 8, 2)),
+        "probe": (Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
+        "query": (Tile(64, 32, 8, 2), Tile(32, 32, 8, 1)),
+        "key_value": (Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)),
+    },
+    "sm_90": {
+        "forward": (Tile(128, 64, 8, 2), Tile(64, 32, 8, 2)),
+        "probe": (Tile(128, 64, 8, 2), Tile(64, 32, 8, 2)),
+        "query": (Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)),
+        "key_value": (Tile(32, 128, 8, 2), Tile(32, 32, 8, 1)),
+    },
+}
+TILES["sm_100"] = TILES["sm_90"]
+TILES["gfx942"] = TILES["sm_80"]
+SINGLE = {"forward": Tile(64, 32, 4, 1), "probe": Tile(64, 32, 4, 1)}  # fp32, on every chip
+SINGLE_BACKWARD = Tile(32, 32, 4, 1)
 
 
-def probe_tile(head_dim: int, dtype: torch.dtype, capability: int) -> Tile:
-    """Returns the tile of the forward kernel when it probes here-rows, which takes a few registers more."""
-    tile = forward_tile(head_dim, dtype, capability)
-    return Tile(64, 32, 8, 2) if capability < 90 and tile.keys == 64 else tile
+def architecture(device: torch.device) -> str:
+    """Returns the column of the table for a device; chips without one take the modest tiles of sm_80."""
+    if device.type != "cuda":  # the interpreter
+        return "sm_90"
+    if torch.version.hip is not None:
+        return "gfx942"
+    major, minor = torch.cuda.get_device_capability(device)
+    return {9: "sm_90", 10: "sm_100"}.get(major, "sm_80")
 
 
-def query_tile(head_dim: int, dtype: torch.dtype, capability: int) -> Tile:
-    """Returns the tile of the backward kernels for queries."""
-    if dtype == torch.float32:
-        return Tile(32, 32, 4, 1)
-    if head_dim > 128:
-        return Tile(32, 32, 8, 1)
-    if capability >= 90:
-        return Tile(64, 64, 8, 2)
-    return Tile(64, 32, 8, 2)
-
-
-def key_value_tile(head_dim: int, dtype: torch.dtype, capability: int) -> Tile:
-    """Returns the tile of the backward kernel for keys and values."""
-    if dtype == torch.float32:
-        return Tile(32, 32, 4, 1)
-    if head_dim > 128:
-        return Tile(32, 32, 8, 1)
-    return Tile(64, 64, 8, 2) if capability >= 90 else Tile(64, 32, 8, 1)
-
-
-def decode_tile(head_dim: int, dtype: torch.dtype, capability: int) -> Tile:
-    """Returns the tile of the decode kernel; its rows are a KV group's heads times the new tokens, at least
-    16.
+def kernel_tile(kernel: str, head_dim: int, dtype: torch.dtype, architecture: str) -> Tile:
+    """Returns the tile of a kernel: forward, probe (forward of here-rows for their router gradient), query
+    or key_value (backward), decode (its rows are a KV group's heads times the new tokens, at least 16).
     """
-    return Tile(16, 64 if head_dim <= 128 and dtype != torch.float32 else 32, 4, 2)
+    if kernel == "decode":
+        return Tile(16, 64 if head_dim <= 128 and dtype != torch.float32 else 32, 4, 2)
+    if dtype == torch.float32:
+        return SINGLE.get(kernel, SINGLE_BACKWARD)
+    return TILES[architecture][kernel][head_dim > 128]

@@ -17,7 +17,8 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_triton_kernels_equal_the_definition_in_the_interpreter() -> None:
+@pytest.mark.parametrize("cases", ["interpreted_cases.py", "interpreted_counts.py"])
+def test_triton_kernels_equal_the_definition_in_the_interpreter(cases: str) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     command = [
         sys.executable,
@@ -26,7 +27,7 @@ def test_triton_kernels_equal_the_definition_in_the_interpreter() -> None:
         "-q",
         "-p",
         "no:cacheprovider",
-        "tests/kernels/interpreted_cases.py",
+        f"tests/kernels/{cases}",
     ]
     result = subprocess.run(
         command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=280
