@@ -224,6 +224,11 @@ def find_step(directory: Path) -> Path:
     return chosen
 
 
+def step_folders(directory: Path) -> list[Path]:
+    """Returns the step folders of a run folder, complete or damaged, oldest first."""
+    return [folder for _, folder in _steps(directory)]
+
+
 def _steps(directory: Path) -> list[tuple[int, Path]]:
     if not directory.is_dir():
         return []
