@@ -24,6 +24,11 @@ COMMANDS = {
         "train; under the deepspeed launcher on several ranks",
     ),
     "convert-to-hf": ("megatron_aha.hf.cli", "convert_to_hf", "export a checkpoint for transformers"),
+    "checkpoint": (
+        "megatron_aha.checkpoint.cli",
+        "main",
+        "inspect, verify, reshard a checkpoint or extract its fp32 weights",
+    ),
     "plot": ("megatron_aha.report.plots", "main", "draw the usage of full attention in a run"),
 }
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from megatron_aha.errors import UserError
 
+_DISCARDED = ".old-"
+
 
 def sync(path: Path) -> None:
     """Waits until a file's bytes, or a folder's entries, have reached the disk."""
@@ -37,13 +39,30 @@ def replace_folder(temporary: Path, final: Path) -> None:
     """Renames a finished folder to its final name; an older folder of that name is removed afterwards."""
     _open_to_others(temporary)
     sync(temporary)
-    discarded = final.with_name(f".old-{final.name}")
+    discarded = _discarded(final)
     shutil.rmtree(discarded, ignore_errors=True)
     if final.exists():
         os.replace(final, discarded)
     os.replace(temporary, final)
     sync(final.parent)
     shutil.rmtree(discarded, ignore_errors=True)
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes a folder; killed on the way, it leaves a hidden rest (see ``remove_rests``) and no damaged folder."""
+    shutil.rmtree(_discarded(folder), ignore_errors=True)
+    os.replace(folder, _discarded(folder))
+    shutil.rmtree(_discarded(folder), ignore_errors=True)
+
+
+def remove_rests(directory: Path) -> None:
+    """Removes what kills have left of discarded folders."""
+    for rest in directory.glob(f"{_DISCARDED}*"):
+        shutil.rmtree(rest, ignore_errors=True)
+
+
+def _discarded(folder: Path) -> Path:
+    return folder.with_name(f"{_DISCARDED}{folder.name}")
 
 
 def _open_to_others(folder: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megatron_aha.checkpoint.atomic import sha256
+from megatron_aha.checkpoint.atomic import remove_folder, sha256
 from megatron_aha.checkpoint.index import (
     FORMAT,
     INDEX_FILE,
@@ -168,14 +167,15 @@ class CheckpointReader:
 
 
 def complete_steps(directory: str | Path) -> list[int]:
-    """Returns the steps in a run folder whose files are all there in full, oldest first."""
+    """Returns the steps in a run folder whose files are all there in full, oldest first; none without a folder."""
     return [step for step, folder in _steps(Path(directory)) if damage(folder) is None]
 
 
-def keep_newest(directory: str | Path, count: int) -> None:
-    """Removes all but the newest `count` complete steps of a run folder."""
+def keep_newest(directory: str | Path, count: int, every: int | None = None) -> None:
+    """Removes all but the newest `count` complete steps of a run folder and those that `every` divides."""
     for step in complete_steps(directory)[:-count]:
-        shutil.rmtree(Path(directory) / step_folder(step))
+        if every is None or step % every:
+            remove_folder(Path(directory) / step_folder(step))
 
 
 def damage(folder: Path) -> str | None:
@@ -224,7 +224,14 @@ def find_step(directory: Path) -> Path:
     return chosen
 
 
+def step_folders(directory: Path) -> list[Path]:
+    """Returns the step folders of a run folder, complete or damaged, oldest first."""
+    return [folder for _, folder in _steps(directory)]
+
+
 def _steps(directory: Path) -> list[tuple[int, Path]]:
+    if not directory.is_dir():
+        return []
     found = [(step_of(path.name), path) for path in directory.iterdir() if path.is_dir()]
     return sorted((step, path) for step, path in found if step is not None)
 

@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from megatron_aha.checkpoint.atomic import disk_errors, replace_folder, sha256, sync, write_text
+from megatron_aha.checkpoint.atomic import (
+    disk_errors,
+    remove_rests,
+    replace_folder,
+    sha256,
+    sync,
+    write_text,
+)
 from megatron_aha.checkpoint.index import (
     FORMAT,
     INDEX_FILE,
@@ -37,7 +44,8 @@ class CheckpointWriter:
     finishes.
 
     Until ``finish`` has renamed it, the step lives in a hidden temporary folder that no reader looks at.
-    Leaving the ``with`` block by an exception removes that folder. Nothing here communicates: the caller
+    For one process alone, leaving a ``with`` block by an exception removes that folder; several ranks share it and
+    call ``open`` and, once all have stopped writing, ``discard``. Nothing here communicates: the caller
     needs a barrier between the last ``write_file`` of any rank and ``finish``, which gathering the records
     already is.
 
@@ -57,15 +65,23 @@ class CheckpointWriter:
         self.temporary = self.directory / f".tmp-{self.final.name}"
 
     def __enter__(self) -> CheckpointWriter:
-        with disk_errors(self.temporary):
-            self.temporary.mkdir(parents=True, exist_ok=True)
+        self.open()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None:
-            shutil.rmtree(self.temporary, ignore_errors=True)
+            self.discard()
+
+    def open(self) -> None:
+        """Makes the temporary folder. Raises UserError when the disk is full or not writable."""
+        with disk_errors(self.temporary):
+            self.temporary.mkdir(parents=True, exist_ok=True)
+
+    def discard(self) -> None:
+        """Removes the temporary folder; only when no rank writes to it any more."""
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
     def write_file(
         self, file_name: str, tensors: Mapping[str, Slice | torch.Tensor | Sequence[Slice]]
@@ -156,6 +172,7 @@ class CheckpointWriter:
         with disk_errors(self.final):
             replace_folder(self.temporary, self.final)
         write_text(self.directory / LATEST_FILE, self.final.name + "\n")
+        remove_rests(self.directory)
         return self.final
 
     def _remove_strangers(self, files: set[str]) -> None:

@@ -16,6 +16,7 @@ class CheckpointConfig:
         fresh_optimizer: resume step and schedule, but start Adam's moments anew.
         save_interval: steps between saves; 0 saves at the end only.
         keep_last: complete checkpoints to keep; older ones are removed. None keeps all.
+        keep_every: checkpoints of steps that this number divides are never removed; None protects none.
     """
 
     init_from: str | None = None
@@ -23,3 +24,4 @@ class CheckpointConfig:
     fresh_optimizer: bool = False
     save_interval: int = 0
     keep_last: int | None = None
+    keep_every: int | None = None

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+# Good steps whose median loss is the usual one that a spike stands out from.
+SPIKE_WINDOW = 16
+
 
 @dataclass
 class TrainingConfig:
@@ -29,6 +32,11 @@ class TrainingConfig:
         recompute: activation recompute: ``none``, ``selective`` (attention only) or ``full`` (every layer).
         seed: of initialisation, data order and dropout.
         freeze_model: train the router only.
+        bad_step: what follows a step whose loss or gradient norm is not finite, or whose loss is a spike; its update is
+            never applied. ``stop`` ends the run, ``skip`` goes on with the next step, ``rollback`` first takes weights
+            and optimizer back to the run's last checkpoint, while step, schedule and data go on.
+        bad_step_limit: bad steps in a row that end the run whatever ``bad_step`` says.
+        spike_factor: a loss above this multiple of the median of the last 16 good steps' is a spike; None: no loss is.
         eval_interval: steps between evaluations; 0 never evaluates.
         eval_steps: batches of one evaluation.
         threads_per_rank: CPU threads of each rank; None leaves OMP_NUM_THREADS as it is.
@@ -53,6 +61,9 @@ class TrainingConfig:
     recompute: str = "none"
     seed: int = 1234
     freeze_model: bool = False
+    bad_step: str = "stop"
+    bad_step_limit: int = 10
+    spike_factor: float | None = None
     eval_interval: int = 0
     eval_steps: int = 8
     threads_per_rank: int | None = None

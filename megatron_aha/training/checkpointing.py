@@ -67,31 +67,42 @@ def save_checkpoint(
     writer = CheckpointWriter(
         config.checkpoint.directory, position.step, config.model, config.aha if config.aha.enabled else None
     )
-    records: list[FileRecord] = []
-    problem: str | None = None
-    try:
-        with writer:
-            for number, tensors in enumerate(_files(engine)):
-                records.append(writer.write_file(_file_name(number), tensors))
-    except UserError as error:
-        problem = str(error)
-    gathered = _share((problem, records))
+    gathered = _share(_write(writer, engine))
     problem = next((problem for problem, _ in gathered if problem), None)
     if problem is None and torch.distributed.get_rank() == 0:
         state = {
             **dataclasses.asdict(position),
             "adam_steps": engine.optimizer_state.steps(),
+            "recent_losses": list(engine.guard.recent_losses),
             "world_size": torch.distributed.get_world_size(),
         }
         try:
             writer.finish([record for _, records in gathered for record in records], state, source_dir)
             if config.checkpoint.keep_last is not None:
-                keep_newest(config.checkpoint.directory, config.checkpoint.keep_last)
+                keep_newest(
+                    config.checkpoint.directory, config.checkpoint.keep_last, config.checkpoint.keep_every
+                )
         except UserError as error:
             problem = str(error)
     problem = _share(problem)[0] or problem
     if problem is not None:
+        writer.discard()
         raise UserError(f"the checkpoint of step {position.step} could not be written: {problem}")
+
+
+def _write(writer: CheckpointWriter, engine: TrainingEngine) -> tuple[str | None, list[FileRecord]]:
+    """Writes this rank's files and returns what went wrong, if anything did, and their records."""
+    records: list[FileRecord] = []
+    problem: str | None = None
+    # A rank that cannot write goes on reading: the others need it for theirs.
+    for number, tensors in enumerate(_files(engine)):
+        if problem is None:
+            try:
+                writer.open()
+                records.append(writer.write_file(_file_name(number), tensors))
+            except UserError as error:
+                problem = str(error)
+    return problem, records
 
 
 def restore_training(engine: TrainingEngine, reader: CheckpointReader, *, fresh_optimizer: bool) -> Position:
@@ -113,6 +124,7 @@ def restore_training(engine: TrainingEngine, reader: CheckpointReader, *, fresh_
             f"checkpoint {reader.folder} has no training state; start from it with --checkpoint.init_from"
         )
     state = reader.state
+    engine.guard.recent_losses.extend(state.get("recent_losses", []))
     if not fresh_optimizer:
         engine.optimizer_state.set_steps(state["adam_steps"])
         for local in local_parameters(engine.model):

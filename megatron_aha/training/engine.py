@@ -24,6 +24,7 @@ from megatron_aha.models.gpt import AHAGPTModel
 from megatron_aha.parallel.layout import backend, device
 from megatron_aha.parallel.mpu import ModelParallelUnit
 from megatron_aha.training.deepspeed_config import deepspeed_config
+from megatron_aha.training.guard import UpdateGuard
 from megatron_aha.training.optimizer import build_optimizer, set_learning_rates
 from megatron_aha.training.optimizer_state import OptimizerState
 
@@ -37,6 +38,7 @@ class StepResult:
         tokens: how many tokens carried loss.
         router: what the routers did; None for a dense model.
         grad_norm: global gradient norm before clipping; 0 for an evaluation.
+        fault: why the update was dropped, or None when it was applied.
         learning_rates: by parameter group.
     """
 
@@ -45,6 +47,7 @@ class StepResult:
     router: RouterStatistics | None
     grad_norm: float
     learning_rates: dict[str, float]
+    fault: str | None = None
 
 
 def init_distributed() -> None:
@@ -87,6 +90,11 @@ class TrainingEngine:
             dist_init_required=False,
         )
         self.optimizer_state = OptimizerState(self.deepspeed, config.training.zero_stage)
+        self.guard = UpdateGuard(
+            self.optimizer_state.adam,
+            lambda: float(self.deepspeed.optimizer._global_grad_norm),
+            config.training,
+        )
 
     def train_step(self, step: int, micro_batches: list[MicroBatch]) -> StepResult:
         """Runs one optimizer step (a collective).
@@ -104,13 +112,26 @@ class TrainingEngine:
                 loss = self._loss(micro_batch, tokens, loss_sum, seed=self._router_seed(step, index))
                 # The engine must not divide by the accumulation steps: the loss is already normalised.
                 self.deepspeed.backward(loss, scale_wrt_gas=False)
-                norm = self._clip_unsharded_gradients()
-                self.deepspeed.step()
+                if index + 1 < len(micro_batches):
+                    self.deepspeed.step()  # only counts the micro-batch
         else:
-            norm = self._pipeline_step(step, micro_batches, tokens, loss_sum)
+            self._pipeline_backward(step, micro_batches, tokens, loss_sum)
+        lm_loss = self._mean_loss(loss_sum, tokens)
+        norm, fault = self._update(lm_loss)
+        return StepResult(lm_loss, tokens, self._router_statistics(), norm, rates, fault)
+
+    def _update(self, lm_loss: float) -> tuple[float, str | None]:
+        """Steps the optimizer and returns the gradient norm and why the update was dropped, if it was."""
+        norm = self._clip_unsharded_gradients()
+        self.guard.expect(lm_loss, norm)
+        self.deepspeed.step()
         if norm is None:
             norm = float(self.deepspeed.get_global_grad_norm())
-        return StepResult(self._mean_loss(loss_sum, tokens), tokens, self._router_statistics(), norm, rates)
+        return norm, self.guard.outcome(norm)
+
+    def close(self) -> None:
+        """Lets go of DeepSpeed's buffers and hooks; the engine is of no use afterwards."""
+        self.deepspeed.destroy()
 
     def evaluate(self, batches: list[list[MicroBatch]]) -> StepResult:
         """Returns loss and routes over several batches without training (a collective)."""
@@ -185,19 +206,16 @@ class TrainingEngine:
             forward_only=step is None,
         )
 
-    def _pipeline_step(
+    def _pipeline_backward(
         self, step: int, micro_batches: list[MicroBatch], tokens: float, loss_sum: Tensor
-    ) -> float | None:
-        """Runs the schedule and the optimizer; Megatron-core owns the backward passes, DeepSpeed the rest."""
+    ) -> None:
+        """Runs the schedule; Megatron-core owns the backward passes, DeepSpeed the reduction of the gradients."""
         self.deepspeed.pipeline_parallelism = True
         self.deepspeed.set_gradient_accumulation_boundary(False)
         self._run_schedule(micro_batches, tokens, loss_sum, step)
         self.deepspeed.set_gradient_accumulation_boundary(True)
         self._sum_tied_gradients()
         self.deepspeed.allreduce_gradients()
-        norm = self._clip_unsharded_gradients()
-        self.deepspeed.step()
-        return norm
 
     def _sum_tied_gradients(self) -> None:
         """Adds the gradients of the first and last stage's copies of a tied embedding."""
@@ -212,7 +230,7 @@ class TrainingEngine:
 
         DeepSpeed's ZeRO-0 reports no norm, and its clipping counts both pipeline copies of a tied embedding.
         """
-        if self.config.training.zero_stage > 0 or not self.deepspeed.is_gradient_accumulation_boundary():
+        if self.config.training.zero_stage > 0:
             return None
         squares = torch.zeros((), dtype=torch.float64, device=device())
         gradients = []

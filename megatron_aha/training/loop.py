@@ -9,15 +9,19 @@ import time
 import torch
 from megatron.core import parallel_state
 
-from megatron_aha.checkpoint.reader import CheckpointReader
+from megatron_aha.checkpoint.reader import CheckpointReader, complete_steps
+from megatron_aha.checkpoint.weights import load_weights
 from megatron_aha.config.run import RunConfig
 from megatron_aha.data.batches import build_batch_sources
+from megatron_aha.errors import UserError
+from megatron_aha.models import build_model
 from megatron_aha.models.gpt import AHAGPTModel
 from megatron_aha.report.console import progress_line
 from megatron_aha.report.metrics import MetricsWriter
 from megatron_aha.training.checkpointing import Position, restore_training, save_checkpoint
 from megatron_aha.training.engine import StepResult, TrainingEngine
 from megatron_aha.training.scalars import step_scalars
+from megatron_aha.training.stop import StopRequests
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +48,7 @@ class TrainingLoop:
         self.engine = TrainingEngine(model, config)
         self.position = Position(step=0, consumed_samples=0, data=self.train_data.fingerprint)
         self.saved_step: int | None = None
+        self.bad_steps = 0
         if resumed and source is not None:
             self._resume(source)
         self.writer: MetricsWriter | None = None
@@ -58,10 +63,16 @@ class TrainingLoop:
             if done < last
             else f"nothing to train: {done} of {last} steps are done"
         )
-        while self.position.step < last:
-            self._step()
-            if self._is_due(self.config.checkpoint.save_interval):
-                self._save()
+        with StopRequests() as stop:
+            while self.position.step < last:
+                self._step()
+                reason = stop.agreed()
+                if reason is not None or self._is_due(self.config.checkpoint.save_interval):
+                    self._save()
+                if reason is not None:
+                    kept = "" if self.saved_step else "; nothing saved, --checkpoint.directory is not set"
+                    self._say(f"stopped after step {self.position.step}: {reason}{kept}")
+                    break
         if self.writer is not None:
             self.writer.close()
 
@@ -88,10 +99,52 @@ class TrainingLoop:
         values = step_scalars(self.config, result, micro_batches, seconds)
         if self.valid_data is not None and self._is_due(self.config.training.eval_interval):
             values |= self._evaluate()
-        if self._is_due(self.config.logging.log_interval):
+        if result.fault is not None or self._is_due(self.config.logging.log_interval):
             self._report(values)
-        if result.router is not None and self._is_due(self.config.logging.heatmap_interval):
+        if result.fault is None and self._is_due(self.config.logging.heatmap_interval):
             self._draw(result)
+        self._follow(result.fault)
+
+    def _follow(self, fault: str | None) -> None:
+        """Does what ``training.bad_step`` says about a step whose update was dropped."""
+        if fault is None:
+            self.bad_steps = 0
+            return
+        training, step = self.config.training, self.position.step
+        self.bad_steps += 1
+        told = f"step {step} was not applied: {fault}"
+        if training.bad_step == "stop" or self.bad_steps >= training.bad_step_limit:
+            raise UserError(f"{told}; {self._advice()}")
+        if training.bad_step == "rollback":
+            self._roll_back(told)
+        elif self.is_first:
+            logger.warning("%s (%d in a row)", told, self.bad_steps)
+
+    def _advice(self) -> str:
+        training = self.config.training
+        if training.bad_step == "stop":
+            return (
+                "the last checkpoint is untouched: lower --training.lr, or go on past such steps with "
+                "--training.bad_step skip or rollback"
+            )
+        return f"--training.bad_step_limit {training.bad_step_limit} bad steps in a row: lower --training.lr"
+
+    def _roll_back(self, told: str) -> None:
+        """Takes weights and optimizer from the run's last checkpoint; step, schedule and data go on."""
+        directory = self.config.checkpoint.directory
+        assert directory is not None
+        if not complete_steps(directory):
+            raise UserError(
+                f"{told}; --checkpoint.directory {directory} holds no checkpoint to go back to yet"
+            )
+        reader = CheckpointReader(directory, checksums=self.is_first)
+        if self.is_first:
+            logger.warning("%s; weights and optimizer go back to %s", told, reader.folder)
+        self.engine.close()
+        model = build_model(self.config.model, self.config.aha, self.config.parallel, self.config.training)
+        load_weights(model, reader, seed=self.config.training.seed, new_router=False)
+        self.engine = TrainingEngine(model, self.config)
+        restore_training(self.engine, reader, fresh_optimizer=False)
 
     def _evaluate(self) -> dict[str, float]:
         assert self.valid_data is not None

@@ -31,6 +31,7 @@ def step_scalars(
         "train/router_loss": router_loss,
         "train/total_loss": result.lm_loss + config.aha.loss_coefficient * router_loss,
         "train/grad_norm": result.grad_norm,
+        "train/bad_step": float(result.fault is not None),
         "lr/model": result.learning_rates.get("matrices", 0.0),
     }
     if router is not None:

@@ -205,6 +205,14 @@ def test_old_steps_are_removed_but_never_the_last_complete_one(tmp_path: Path) -
     assert complete_steps(tmp_path) == [2]
 
 
+def test_every_so_manieth_step_is_kept_beside_the_newest(tmp_path: Path) -> None:
+    for step in range(1, 9):
+        save(tmp_path, step=step)
+    keep_newest(tmp_path, 2, every=3)
+    assert complete_steps(tmp_path) == [3, 6, 7, 8]
+    assert not list(tmp_path.glob(".*"))
+
+
 def test_the_folder_of_the_source_is_carried_and_checked(tmp_path: Path) -> None:
     source = tmp_path / "hf"
     source.mkdir()

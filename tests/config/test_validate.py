@@ -196,6 +196,19 @@ SP = {TP: 2, "parallel.sequence_parallel": "true"}
             "--checkpoint.save_interval is 5, but --checkpoint.directory is not set",
         ),
         (1, {"checkpoint.keep_last": 0}, "--checkpoint.keep_last is 0, and must be at least 1"),
+        (
+            1,
+            {"checkpoint.keep_every": 100},
+            "--checkpoint.keep_every is 100, but without --checkpoint.keep_last every checkpoint is kept",
+        ),
+        (1, {"training.bad_step": "rolback"}, "did you mean 'rollback'?"),
+        (
+            1,
+            {"training.bad_step": "rollback"},
+            "--training.bad_step rollback goes back to the run's last checkpoint, but --checkpoint.save_interval is 0",
+        ),
+        (1, {"training.spike_factor": 1}, "--training.spike_factor is 1.0, and must be above 1"),
+        (1, {"training.bad_step_limit": 0}, "--training.bad_step_limit is 0, and must be at least 1"),
     ],
 )
 def test_one_mistake_is_one_sentence(world_size: int, stated: dict[str, object], sentence: str) -> None:

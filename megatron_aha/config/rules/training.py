@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_aha.config.names import PRECISIONS, RECOMPUTES, SCHEDULES
+from megatron_aha.config.names import BAD_STEPS, PRECISIONS, RECOMPUTES, SCHEDULES
 from megatron_aha.config.rules.common import above_zero, at_least, one_of
 from megatron_aha.config.run import RunConfig
 
@@ -27,9 +27,16 @@ GENERATED = {
 
 def training_problems(config: RunConfig) -> Iterator[str]:
     """Yields a sentence for every impossible option of the loop."""
-    counts = ["train_steps", "micro_batch_size", "global_batch_size", "eval_steps", "threads_per_rank"]
+    counts = [
+        "train_steps",
+        "micro_batch_size",
+        "global_batch_size",
+        "eval_steps",
+        "threads_per_rank",
+        "bad_step_limit",
+    ]
     yield from at_least(config, 1, [f"training.{name}" for name in counts])
-    yield from at_least(config, 1, ["checkpoint.keep_last", "logging.log_interval"])
+    yield from at_least(config, 1, ["checkpoint.keep_last", "checkpoint.keep_every", "logging.log_interval"])
     not_negative = [
         "min_lr",
         "warmup_steps",
@@ -49,6 +56,7 @@ def training_problems(config: RunConfig) -> Iterator[str]:
     yield from _schedule_problems(config)
     yield from _precision_problems(config)
     yield from one_of(config, "training.recompute", RECOMPUTES)
+    yield from _bad_step_problems(config)
     if config.training.freeze_model and not config.aha.enabled:
         yield (
             "--training.freeze_model true trains the router only, but --aha.enabled false leaves no router; "
@@ -59,7 +67,26 @@ def training_problems(config: RunConfig) -> Iterator[str]:
             f"--checkpoint.save_interval is {config.checkpoint.save_interval}, but "
             "--checkpoint.directory is not set; name a folder to save to"
         )
+    if config.checkpoint.keep_every is not None and config.checkpoint.keep_last is None:
+        yield (
+            f"--checkpoint.keep_every is {config.checkpoint.keep_every}, but without --checkpoint.keep_last every "
+            "checkpoint is kept; set that too, or leave both out"
+        )
     yield from _deepspeed_problems(config.training.deepspeed)
+
+
+def _bad_step_problems(config: RunConfig) -> Iterator[str]:
+    training = config.training
+    yield from one_of(config, "training.bad_step", BAD_STEPS)
+    if training.spike_factor is not None and not training.spike_factor > 1:
+        yield (
+            f"--training.spike_factor is {training.spike_factor}, and must be above 1: it multiplies the usual loss"
+        )
+    if training.bad_step == "rollback" and not config.checkpoint.save_interval:
+        yield (
+            "--training.bad_step rollback goes back to the run's last checkpoint, but --checkpoint.save_interval is "
+            f"{config.checkpoint.save_interval}; set it and --checkpoint.directory, or use --training.bad_step skip"
+        )
 
 
 def _schedule_problems(config: RunConfig) -> Iterator[str]:
