@@ -157,13 +157,15 @@ def flex_attention_peer(q: Tensor, k: Tensor, v: Tensor, route: Tensor, window: 
     def visible(_batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (opened[head, query] | (key > query - window))
 
-    heads, length = opened.shape
-    mask = create_block_mask(visible, 1, heads, length, length, device=q.device.type)
+    num_heads, length = opened.shape
+    mask = create_block_mask(visible, 1, num_heads, length, length, device=q.device.type)
     compiled = torch.compile(flex_attention)
 
     def run() -> Tensor:
-        inputs = [x.transpose(1, 2) for x in (q, k, v)]
-        return compiled(*inputs, block_mask=mask, enable_gqa=q.shape[2] != k.shape[2]).transpose(1, 2)
+        heads = [x.transpose(1, 2) for x in (q, k, v)]
+        grouped = q.shape[2] != k.shape[2]
+        out = compiled(heads[0], heads[1], heads[2], block_mask=mask, enable_gqa=grouped)
+        return out.transpose(1, 2)
 
     return run
 
@@ -198,13 +200,16 @@ def without_grad(attend: Callable[[], Tensor]) -> Step:
 
 
 def with_flex(
-    arguments: argparse.Namespace, inputs: tuple[Tensor, ...], route: Tensor, gradient: Tensor | None
+    arguments: argparse.Namespace,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    route: Tensor,
+    gradient: Tensor | None,
 ) -> list[Step]:
     """Returns FlexAttention's step, with backward when there is a gradient; nothing unless asked for and able."""
     if not arguments.flex:
         return []
     if gradient is None:  # on a CPU it refuses inputs that may want a gradient
-        inputs = tuple(x.detach() for x in inputs)
+        inputs = inputs[0].detach(), inputs[1].detach(), inputs[2].detach()
     attend = flex_attention_peer(*inputs, route, arguments.window)
     step = without_grad(attend) if gradient is None else with_backward(attend, inputs, gradient)
     return [step] if runs_here(step) else []
