@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from aha_kernels.call import Activations, Gradients
 from aha_kernels.flash import flash_forward, flash_suits
 from aha_kernels.group import Group, all_finite, with_column
 from aha_kernels.problem import Problem
@@ -17,100 +18,80 @@ from aha_kernels.tiles import FarRows
 SMALLEST_SHARE = 1e-30  # of the weight that near keys may have before their part of a gradient underflows
 
 
-def banded_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    opens: Tensor,
-    problem: Problem,
-    out: Tensor,
-    lse: Tensor,
-    lse_here: Tensor,
-) -> bool:
-    """Writes output and log-sum-exps of one segment and KV group; returns False if they leave the dtype's
-    range.
+def banded_forward(part: Activations, problem: Problem) -> bool:
+    """Writes output and log-sum-exps of one segment and KV group; returns False if they leave the dtype's range.
 
-    q, out [queries, group, dim]; k, v [keys, dim]; opens (bool), lse, lse_here [queries, group]. The last
-    query's own key is the last key.
+    The last query's own key is the last key.
     """
-    work = Group(q, k, v, problem, lse.dtype)
+    work = Group(part.q, part.k, part.v, problem, part.lse.dtype)
     own = work.own_scores()
     work.set_reference(own)
     sums, totals = work.near_sums()
-    lse_here.copy_((totals.log() + own).view_as(lse))
-    far = work.far_rows(opens.reshape(-1).nonzero()[:, 0])
+    part.lse_here.copy_((totals.log() + own).view_as(part.lse))
+    far = work.far_rows(part.opens.reshape(-1).nonzero()[:, 0])
     if len(far):
         far_sums, far_totals = sums[far.rows], totals[far.rows]
         work.accumulate_far(far, work.queries[far.rows], work.sinks, None, far_sums, far_totals)
         sums[far.rows], totals[far.rows] = far_sums, far_totals
     if not all_finite(sums, totals):
         return False
-    lse.copy_((totals.log() + own).view_as(lse))
-    out.copy_(sums.div_(totals[:, None]).view_as(q))
+    part.lse.copy_((totals.log() + own).view_as(part.lse))
+    part.out.copy_(sums.div_(totals[:, None]).view_as(part.q))
     return True
 
 
-def banded_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    opens: Tensor,
-    probes: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    lse_here: Tensor,
-    problem: Problem,
-    grad_q: Tensor,
-    grad_k: Tensor,
-    grad_v: Tensor,
-    grad_route: Tensor | None,
-) -> bool:
-    """Writes grad_q and grad_route, adds to grad_k and grad_v [keys, dim]; shapes and result as in
-    banded_forward.
-
-    Nothing is written when the result is False.
-    """
-    work = Group(q, k, v, problem, lse.dtype)
-    share = (lse_here - lse).exp_().view(-1)  # of the chosen keys' weight that lies near; 1 for here-rows
-    d_out = with_column(grad_out, 0.0, 1.0, lse.dtype)
-    delta = (d_out[:, : work.dim] * out.reshape(-1, work.dim)).sum(-1)
+def banded_backward(part: Activations, grads: Gradients, problem: Problem) -> bool:
+    """Writes the gradients of one segment and KV group; nothing, and returns False, as in banded_forward."""
+    work = Group(part.q, part.k, part.v, problem, part.lse.dtype)
+    # Of the chosen keys' weight, what lies near; 1 for here-rows.
+    share = (part.lse_here - part.lse).exp_().view(-1)
+    d_out = with_column(grads.out, 0.0, 1.0, part.lse.dtype)
+    delta = (d_out[:, : work.dim] * part.out.reshape(-1, work.dim)).sum(-1)
     d_out[:, work.dim] = -delta
     d_route = None
-    if grad_route is not None:
+    if grads.route is not None:
         d_route = torch.zeros_like(delta)
         if bool((share < SMALLEST_SHARE).any()):
             return False
-        if probes is not None and flash_suits(probes, work.num_keys):
-            everything, _ = flash_forward(q, k, v, problem.softmax_scale, lse.dtype)
-            rows = work.far_rows(probes.reshape(-1).nonzero()[:, 0]).rows
-            difference = (d_out[:, : work.dim] * everything.reshape(-1, work.dim)).sum(-1) - delta
-            d_route[rows] = difference[rows]
-        elif probes is not None and not probe_rows(work, probes, lse_here, d_out, d_route):
+        if grads.probes is not None and not _probe(work, part, grads.probes, d_out, delta, d_route):
             return False
 
-    far = work.far_rows(opens.reshape(-1).nonzero()[:, 0])
+    far = work.far_rows(part.opens.reshape(-1).nonzero()[:, 0])
     far_queries, far_d_out = work.queries[far.rows], d_out[far.rows]
-    far_queries[:, work.dim] = -lse.reshape(-1)[far.rows]
-    work.set_reference(lse_here)
-    gradients = Gradients(work)
+    far_queries[:, work.dim] = -part.lse.reshape(-1)[far.rows]
+    work.set_reference(part.lse_here)
+    sums = GradientSums(work)
     # d_out * share: the near weights below are relative to the near keys alone
-    near_sum = near_backward(work, gradients, d_out.mul_(share[:, None]), d_route is not None)
+    near_sum = near_backward(work, sums, d_out.mul_(share[:, None]), d_route is not None)
     if len(far):
         rows_gradient = torch.zeros_like(far_queries[:, : work.dim])
-        _far_backward(work, far, far_queries, far_d_out, gradients, rows_gradient, work.sinks, None)
-        gradients.queries[far.rows] += rows_gradient
+        _far_backward(work, far, far_queries, far_d_out, sums, rows_gradient, work.sinks, None)
+        sums.queries[far.rows] += rows_gradient
         if d_route is not None and near_sum is not None:
             d_route[far.rows] = -(near_sum / share)[far.rows]  # near_sum is share * <dO, O_here - O_all>
-    grad_q.copy_(gradients.queries.mul_(problem.softmax_scale).view_as(q))
-    grad_k.add_(gradients.keys)
-    grad_v.add_(gradients.values)
-    if grad_route is not None and d_route is not None:
-        grad_route.copy_(d_route.view_as(grad_route))
+    grads.q.copy_(sums.queries.mul_(problem.softmax_scale).view_as(part.q))
+    grads.k.add_(sums.keys)
+    grads.v.add_(sums.values)
+    if grads.route is not None and d_route is not None:
+        grads.route.copy_(d_route.view_as(grads.route))
     return True
 
 
-class Gradients:
+def _probe(
+    work: Group, part: Activations, probes: Tensor, d_out: Tensor, delta: Tensor, d_route: Tensor
+) -> bool:
+    """Writes ``<dO, O_all - O_here>`` of the here-rows in probes to d_route [rows]; returns False out of range."""
+    if not flash_suits(probes, work.num_keys):
+        return probe_rows(work, probes, part.lse_here, d_out, d_route)
+    scale, dtype = work.softmax_scale, part.lse.dtype
+    everything, _ = flash_forward(part.q, part.k, part.v, scale, dtype)
+    rows = work.far_rows(probes.reshape(-1).nonzero()[:, 0]).rows
+    difference = (d_out[:, : work.dim] * everything.reshape(-1, work.dim)).sum(-1) - delta
+    d_route[rows] = difference[rows]
+    return True
+
+
+class GradientSums:
     """Sums of the backward pass: rows [queries * group, dim] (without the softmax scale), keys and values
     [keys, dim].
     """
@@ -138,7 +119,7 @@ def probe_rows(work: Group, probes: Tensor, lse_here: Tensor, d_out: Tensor, d_r
     return all_finite(sums, totals)
 
 
-def near_backward(work: Group, gradients: Gradients, d_out: Tensor, sum_rows: bool) -> Tensor | None:
+def near_backward(work: Group, gradients: GradientSums, d_out: Tensor, sum_rows: bool) -> Tensor | None:
     """Writes gradients.queries and adds to the others over near keys and sinks; returns sums [rows] if asked.
 
     d_out [rows, dim + 1] is ``share * [dO, -delta]``; the sums are of the score gradients over each row's
@@ -182,7 +163,7 @@ def _far_backward(
     rows: FarRows,
     queries: Tensor,
     d_out: Tensor,
-    gradients: Gradients,
+    gradients: GradientSums,
     rows_gradient: Tensor,
     first_key: int,
     last_key: int | None,

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from aha_kernels.call import Activations, Gradients
 from aha_kernels.problem import Problem, compute_dtype
 from aha_kernels.segments import Segment
 
@@ -90,86 +91,52 @@ def _route_gradient(block: Block, scores: Tensor, centred: Tensor, delta: Tensor
     return difference.mul_(centred).sum(-1, keepdim=True) + delta * empty
 
 
-def dense_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    opens: Tensor,
-    problem: Problem,
-    segment: Segment,
-    out: Tensor,
-    lse: Tensor,
-    lse_here: Tensor,
-) -> None:
-    """Writes output, log-sum-exp of the chosen keys and of the near keys for the rows of one segment.
-
-    q, out [batch, queries, heads, head_dim]; k, v [batch, keys, kv_heads, head_dim]; opens bool, lse,
-    lse_here [batch, queries, heads]; out is written in its own dtype, the rest in the compute dtype.
-    """
-    kv_heads = k.shape[2]
-    for block in _blocks(segment, problem, q.device):
-        scores = block.query_heads(q, kv_heads) @ (block.key_heads(k) * problem.softmax_scale).transpose(1, 2)
+def dense_forward(call: Activations, problem: Problem, segment: Segment) -> None:
+    """Writes output, log-sum-exp of the chosen keys and of the near keys for the rows of one segment."""
+    kv_heads = call.k.shape[2]
+    for block in _blocks(segment, problem, call.q.device):
+        keys = block.key_heads(call.k) * problem.softmax_scale
+        scores = block.query_heads(call.q, kv_heads) @ keys.transpose(1, 2)
         near = _visible_scores(scores, block.here)
         near_lse = near.logsumexp(-1, keepdim=True)
         chosen, chosen_lse = near, near_lse
         if block.has_far:
-            route = block.query_heads(opens[..., None], kv_heads).bool()
+            route = block.query_heads(call.opens[..., None], kv_heads).bool()
             visible = block.here | (block.everything & route.view(kv_heads, -1, block.here.shape[0], 1))
             chosen = _visible_scores(scores, visible)
             chosen_lse = chosen.logsumexp(-1, keepdim=True)
-        result = _probabilities(chosen, chosen_lse) @ block.key_heads(v)
-        block.store_query_heads(out, result)
-        block.store_query_heads(lse[..., None], chosen_lse)
-        block.store_query_heads(lse_here[..., None], near_lse)
+        result = _probabilities(chosen, chosen_lse) @ block.key_heads(call.v)
+        block.store_query_heads(call.out, result)
+        block.store_query_heads(call.lse[..., None], chosen_lse)
+        block.store_query_heads(call.lse_here[..., None], near_lse)
 
 
-def dense_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    opens: Tensor,
-    probes: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    problem: Problem,
-    segment: Segment,
-    grad_q: Tensor,
-    grad_k: Tensor,
-    grad_v: Tensor,
-    grad_route: Tensor | None,
-) -> None:
-    """Writes grad_q and grad_route and adds to grad_k and grad_v for one segment; shapes as in
-    :func:`dense_forward`.
-
-    grad_route [batch, queries, heads] gets ``<dO, O_all - O_here>`` where opens or probes is set, and is
-    None when the router needs no gradient.
-    """
-    kv_heads, scale = k.shape[2], problem.softmax_scale
-    for block in _blocks(segment, problem, q.device):
+def dense_backward(call: Activations, grads: Gradients, problem: Problem, segment: Segment) -> None:
+    """Writes the gradients of one segment; those of routes where opens or probes is set."""
+    kv_heads, scale = call.k.shape[2], problem.softmax_scale
+    for block in _blocks(segment, problem, call.q.device):
         rows = block.here.shape[0]
-        queries, keys = block.query_heads(q, kv_heads) * scale, block.key_heads(k)
-        d_out, values = block.query_heads(grad_out, kv_heads), block.key_heads(v)
-        delta = (d_out * block.query_heads(out, kv_heads)).sum(-1, keepdim=True)
+        queries, keys = block.query_heads(call.q, kv_heads) * scale, block.key_heads(call.k)
+        d_out, values = block.query_heads(grads.out, kv_heads), block.key_heads(call.v)
+        delta = (d_out * block.query_heads(call.out, kv_heads)).sum(-1, keepdim=True)
         scores = queries @ keys.transpose(1, 2)
         centred = (d_out @ values.transpose(1, 2)).sub_(delta)
 
-        route = block.query_heads(opens[..., None], kv_heads).bool().view(kv_heads, -1, rows, 1)
+        route = block.query_heads(call.opens[..., None], kv_heads).bool().view(kv_heads, -1, rows, 1)
         visible = block.here | (block.everything & route)
         weights = _probabilities(
-            _visible_scores(scores, visible), block.query_heads(lse[..., None], kv_heads)
+            _visible_scores(scores, visible), block.query_heads(call.lse[..., None], kv_heads)
         )
-        grad_v[block.batch, block.keys] += (weights.transpose(1, 2) @ d_out).transpose(0, 1)
+        grads.v[block.batch, block.keys] += (weights.transpose(1, 2) @ d_out).transpose(0, 1)
         weights.mul_(centred)
-        grad_k[block.batch, block.keys] += (weights.transpose(1, 2) @ queries).transpose(0, 1)
-        block.store_query_heads(grad_q, (weights @ keys).mul_(scale))
+        grads.k[block.batch, block.keys] += (weights.transpose(1, 2) @ queries).transpose(0, 1)
+        block.store_query_heads(grads.q, (weights @ keys).mul_(scale))
 
-        if grad_route is not None and block.has_far:
+        if grads.route is not None and block.has_far:
             value = _route_gradient(block, scores, centred, delta)
             wanted = route
-            if probes is not None:
-                wanted = wanted | block.query_heads(probes[..., None], kv_heads).bool().view(
-                    kv_heads, -1, rows, 1
-                )
+            if grads.probes is not None:
+                probes = block.query_heads(grads.probes[..., None], kv_heads).bool()
+                wanted = wanted | probes.view(kv_heads, -1, rows, 1)
             value = value.view(kv_heads, -1, rows, 1).masked_fill_(~wanted, 0.0)
-            block.store_query_heads(grad_route[..., None], value.view(kv_heads, -1, 1))
+            block.store_query_heads(grads.route[..., None], value.view(kv_heads, -1, 1))

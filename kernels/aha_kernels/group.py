@@ -40,6 +40,7 @@ class Group:
         """q [queries, group, dim]; k, v [keys, dim]."""
         self.group, self.num_keys = q.shape[1], k.shape[0]
         self.num_queries, self.dim = q.shape[0], q.shape[2]
+        self.softmax_scale = problem.softmax_scale
         self.window, self.sinks = problem.window, min(problem.num_sink_tokens, self.num_keys)
         self.queries = with_column(q, 0.0, problem.softmax_scale, dtype)
         self.keys, self.values = with_column(k, 1.0, 1.0, dtype), with_column(v, 1.0, 1.0, dtype)

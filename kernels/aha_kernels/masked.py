@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from aha_kernels.call import Activations, Gradients
 from aha_kernels.problem import Problem
 from aha_kernels.segments import Segment
 
@@ -40,29 +41,37 @@ def _heads(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
     return x.to(dtype).repeat_interleave(heads // x.shape[1], dim=1).transpose(0, 1)[None]
 
 
-class MaskedSegment:
-    """The tensors of one segment in the kernel's layout.
+def masked_forward(segment: Activations, problem: Problem) -> None:
+    """Writes output and log-sum-exp of the chosen keys; tensors ``[queries, heads, ..]`` of one segment."""
+    out, lse = _Masked(segment, problem).attend(segment.opens)
+    segment.out.copy_(out)
+    segment.lse.copy_(lse)
 
-    Args:
-        q: ``[tokens, heads, dim]``.
-        k: ``[tokens, kv_heads, dim]``.
-        v: like k.
-        opens: bool ``[tokens, heads]``.
-        problem: window, sinks and softmax scale.
-        dtype: of scores and sums.
-    """
 
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, opens: Tensor, problem: Problem, dtype: torch.dtype
-    ) -> None:
-        self.tokens, self.num_heads = opens.shape
-        self.dtype = dtype
+def masked_backward(segment: Activations, grads: Gradients, problem: Problem) -> None:
+    """Writes the gradients of one segment; those of routes where opens or probes is set."""
+    work = _Masked(segment, problem)
+    d_q, d_k, d_v = work.gradients(grads.out, segment.out, segment.lse)
+    kv_heads = segment.k.shape[1]
+    grads.q.copy_(d_q)
+    grads.k.add_(d_k.unflatten(1, (kv_heads, -1)).sum(2))
+    grads.v.add_(d_v.unflatten(1, (kv_heads, -1)).sum(2))
+    if grads.route is not None and work.beyond is not None:
+        wanted = segment.opens if grads.probes is None else segment.opens | grads.probes
+        grads.route.copy_(work.route_gradient(grads.out, segment.out, wanted))
+
+
+class _Masked:
+    """One segment in the kernel's layout."""
+
+    def __init__(self, segment: Activations, problem: Problem) -> None:
+        self.opens, self.dtype = segment.opens, segment.lse.dtype
         self.scale = problem.softmax_scale
-        self.inputs = [_heads(x, self.num_heads, dtype) for x in (q, k, v)]
-        self.opens = opens
+        tokens, self.num_heads = self.opens.shape
+        self.inputs = [_heads(x, self.num_heads, self.dtype) for x in (segment.q, segment.k, segment.v)]
         self.beyond = None
-        if problem.window + problem.num_sink_tokens < self.tokens:  # else no row has a key beyond its window
-            self.beyond = _beyond_window(self.tokens, problem.window, problem.num_sink_tokens, dtype)
+        if problem.window + problem.num_sink_tokens < tokens:  # else no row has a key beyond its window
+            self.beyond = _beyond_window(tokens, problem.window, problem.num_sink_tokens, self.dtype)
 
     def mask(self, opens: Tensor) -> Tensor | None:
         """Returns [1, heads, tokens, tokens] under which rows see all keys where opens is set, else their window."""
