@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_aha.attention.packed import PackedBatch
+from megatron_aha.attention.pieces import Piece
 from megatron_aha.config.aha import AHAConfig
 
 
@@ -27,35 +28,59 @@ class DenseCoreAttention(nn.Module):
         self.use_flash_attn = torch.cuda.is_available() and find_spec("flash_attn") is not None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch) -> Tensor:
-        """Returns ``[tokens, heads, head_dim]``, like query; key and value are ``[tokens, groups, head_dim]``."""
+        """Returns ``[tokens, heads, head_dim]``, like query; key and value are ``[tokens, groups, head_dim]``.
+
+        Under context parallelism query holds this rank's tokens, key and value those of the whole row.
+        """
+        return _joined(
+            [
+                self._attend(query[piece.rows], key[piece.keys], value[piece.keys], piece)
+                for piece in batch.pieces
+            ]
+        )
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, piece: Piece) -> Tensor:
         if self.use_flash_attn and query.dtype in (torch.bfloat16, torch.float16):
             from flash_attn import flash_attn_varlen_func
 
-            longest = max(batch.document_lengths)
+            # With more keys than queries its causal mask counts from the end, as a query offset does.
+            ends = query.new_tensor([[0, query.size(0)], [0, key.size(0)]], dtype=torch.int32)
+            queries, keys = (
+                ends.unbind() if piece.cu_seqlens is None else (piece.cu_seqlens, piece.cu_seqlens)
+            )
+            longest = max(piece.lengths)
             return flash_attn_varlen_func(
                 query,
                 key,
                 value,
-                batch.cu_seqlens_q,
-                batch.cu_seqlens_kv,
+                queries,
+                keys,
                 longest,
-                longest,
+                longest + piece.query_offset,
                 softmax_scale=self.softmax_scale,
                 causal=True,
             )
-        lengths = batch.document_lengths
         outputs = []
-        for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
+        key_lengths = [length + piece.query_offset for length in piece.lengths]
+        for q, k, v in zip(
+            query.split(piece.lengths), key.split(key_lengths), value.split(key_lengths), strict=True
+        ):
+            mask = None
+            if piece.query_offset:
+                mask = torch.ones(q.size(0), k.size(0), dtype=torch.bool, device=q.device).tril(
+                    piece.query_offset
+                )
             out = F.scaled_dot_product_attention(
                 q.transpose(0, 1).unsqueeze(0),  # [1, heads, document tokens, head_dim]
                 k.transpose(0, 1).unsqueeze(0),
                 v.transpose(0, 1).unsqueeze(0),
-                is_causal=True,
+                attn_mask=mask,
+                is_causal=mask is None,
                 scale=self.softmax_scale,
                 enable_gqa=query.size(1) != key.size(1),
             )
             outputs.append(out.squeeze(0).transpose(0, 1))
-        return torch.cat(outputs)
+        return _joined(outputs)
 
 
 class AHACoreAttention(nn.Module):
@@ -82,7 +107,22 @@ class AHACoreAttention(nn.Module):
         self.softmax_scale = softmax_scale
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, route: Tensor, batch: PackedBatch) -> Tensor:
-        """Returns ``[tokens, heads, head_dim]``; route is fp32 ``[tokens, heads]`` of 0 (here) and 1 (all)."""
+        """Returns ``[tokens, heads, head_dim]``; route is fp32 ``[tokens, heads]`` of 0 (here) and 1 (all).
+
+        Under context parallelism query and route hold this rank's tokens, key and value those of the whole row.
+        """
+        return _joined(
+            [
+                self._attend(
+                    query[piece.rows], key[piece.keys], value[piece.keys], route[piece.rows], piece, batch
+                )
+                for piece in batch.pieces
+            ]
+        )
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, route: Tensor, piece: Piece, batch: PackedBatch
+    ) -> Tensor:
         from aha_kernels import aha_attention
 
         out = aha_attention(
@@ -91,7 +131,8 @@ class AHACoreAttention(nn.Module):
             value.unsqueeze(0),
             route.unsqueeze(0),
             self.aha.window,
-            cu_seqlens=batch.cu_seqlens_q,
+            query_offset=piece.query_offset,
+            cu_seqlens=piece.cu_seqlens,
             softmax_scale=self.softmax_scale,
             num_sink_tokens=self.aha.num_sink_tokens,
             router_grad=self.aha.router_grad,
@@ -101,3 +142,8 @@ class AHACoreAttention(nn.Module):
             backend=self.aha.backend,
         )
         return out.squeeze(0)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Returns the parts one below the other; a single one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -8,7 +8,9 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megatron_aha.attention.pieces import Piece, cut_pieces
 from megatron_aha.attention.tracker import UsageTracker
+from megatron_aha.parallel.context import ContextShare
 
 
 @dataclass
@@ -21,7 +23,8 @@ class PackedBatch(PackedSeqParams):
     Attributes:
         position_ids: rotary position of each token, int64 ``[tokens]``.
         document_position: index of each token within its document, int64 ``[tokens]``.
-        document_lengths: tokens of each document, on the host.
+        pieces: which keys each stretch of queries attends to.
+        share: this rank's part of the row under context parallelism; every ``[tokens]`` here counts its own tokens.
         loss_mask: 1 for tokens that carry loss, fp32 ``[tokens]``.
         router_loss_weight: derivative of the scaled training loss by one token-head's ``p``.
         router_seed: of the sampled router gradient; differs between micro-batches.
@@ -32,7 +35,8 @@ class PackedBatch(PackedSeqParams):
 
     position_ids: Tensor = field(default_factory=lambda: torch.empty(0))
     document_position: Tensor = field(default_factory=lambda: torch.empty(0))
-    document_lengths: list[int] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+    share: ContextShare | None = None
     loss_mask: Tensor = field(default_factory=lambda: torch.empty(0))
     router_loss_weight: float = 0.0
     router_seed: int = 0
@@ -46,17 +50,19 @@ def pack(
     loss_mask: Tensor,
     *,
     device: torch.device,
+    share: ContextShare | None = None,
     router_loss_weight: float = 0.0,
     router_seed: int = 0,
     tracker: UsageTracker | None = None,
 ) -> PackedBatch:
-    """Builds the layers' view of one micro-batch.
+    """Builds the layers' view of one micro-batch from the whole row.
 
     Args:
         position_ids: int64 ``[tokens]``.
         cu_seqlens: document borders, int32 ``[documents + 1]``, on the CPU.
         loss_mask: fp32 ``[tokens]``.
         device: where the layers run.
+        share: this rank's part of the row under context parallelism.
         router_loss_weight: see ``PackedBatch``.
         router_seed: see ``PackedBatch``.
         tracker: where usage is summed up.
@@ -65,8 +71,15 @@ def pack(
     document_start = torch.repeat_interleave(cu_seqlens[:-1], lengths)
     document_position = torch.arange(position_ids.numel()) - document_start
     borders = cu_seqlens.to(device=device, dtype=torch.int32)
+    pieces = cut_pieces(
+        cu_seqlens, [(0, position_ids.numel())] if share is None else share.segments, torch.device(device)
+    )
     # Megatron-core builds and caches a rotary table per length: powers of two keep them few.
     table_length = 1 << int(position_ids.max()).bit_length()
+    if share is not None:
+        position_ids, document_position, loss_mask = map(
+            share.take, (position_ids, document_position, loss_mask)
+        )
     return PackedBatch(
         qkv_format="thd",
         cu_seqlens_q=borders,
@@ -75,7 +88,8 @@ def pack(
         max_seqlen_kv=table_length,
         position_ids=position_ids.to(device),
         document_position=document_position.to(device),
-        document_lengths=lengths.tolist(),
+        pieces=pieces,
+        share=share,
         loss_mask=loss_mask.to(device),
         router_loss_weight=router_loss_weight,
         router_seed=router_seed,

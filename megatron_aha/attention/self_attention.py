@@ -56,6 +56,10 @@ class PackedSelfAttention(SelfAttention):
             1
         )  # [tokens, local groups, head_dim]
         value = value.squeeze(1)
+        if packed_seq_params.share is not None:
+            # In one collective; outside the core attention, so that selective recompute does not gather again.
+            both = packed_seq_params.share.gather(torch.stack([key, value], dim=1))
+            key, value = both.unbind(1)  # [all tokens of the row, local groups, head_dim]
         context = self.attend(hidden_states, query, key, value, packed_seq_params)
         return self.linear_proj(
             context.reshape(context.size(0), 1, -1)

@@ -33,12 +33,14 @@ def attention_spec(submodules: object, aha: AHAConfig) -> ModuleSpec:
     return ModuleSpec(module=AHASelfAttention, params={**params, "aha": aha}, submodules=submodules)
 
 
-def decoder_spec(config: TransformerConfig, aha: AHAConfig) -> TransformerBlockSubmodules:
-    """Returns the spec of this pipeline stage's layers and of the final norm."""
+def decoder_spec(
+    config: TransformerConfig, aha: AHAConfig, chunk: int | None = None
+) -> TransformerBlockSubmodules:
+    """Returns the spec of this pipeline stage's layers, or of one chunk's, and of the final norm."""
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     layer.submodules.self_attention = attention_spec(layer.submodules.self_attention.submodules, aha)
     return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm
+        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=chunk), layer_norm=RMSNorm
     )

@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import nn
 
-from megatron_aha.models.gpt import AHAGPTModel
+from megatron_aha.models.chunks import StageModel, chunks_of
 
 _VOCABULARY_TENSORS = ("embedding.word_embeddings.weight", "output_layer.weight")
 
@@ -57,20 +57,21 @@ class LocalParameter:
     owned: bool
 
 
-def local_parameters(model: AHAGPTModel) -> Iterator[LocalParameter]:
+def local_parameters(model: StageModel) -> Iterator[LocalParameter]:
     """Yields every parameter of this rank, in the model's order, with its place in the global tensors."""
-    offset = get_transformer_layer_offset(model.config)
     tied = model.model_config.tied_embeddings
-    for local_name, parameter in model.named_parameters():
-        name = global_name(local_name, offset)
-        owned = True
-        if tied and name == "output_layer.weight":
-            name, owned = "embedding.word_embeddings.weight", False
-        yield _place(name, parameter, model, owned)
+    for chunk in chunks_of(model):
+        offset = get_transformer_layer_offset(chunk.config, chunk.vp_stage)
+        for local_name, parameter in chunk.named_parameters():
+            name = global_name(local_name, offset)
+            owned = True
+            if tied and name == "output_layer.weight":
+                name, owned = "embedding.word_embeddings.weight", False
+            yield _place(name, parameter, model, owned)
 
 
 def global_name(local_name: str, layer_offset: int) -> str:
-    """Returns the name with the layer's number in the whole model instead of in this pipeline stage."""
+    """Returns the name with the layer's number in the whole model instead of in this pipeline stage or chunk."""
     prefix = "decoder.layers."
     if not local_name.startswith(prefix):
         return local_name
@@ -78,7 +79,7 @@ def global_name(local_name: str, layer_offset: int) -> str:
     return f"{prefix}{int(number) + layer_offset}.{rest}"
 
 
-def _place(name: str, parameter: nn.Parameter, model: AHAGPTModel, owned: bool) -> LocalParameter:
+def _place(name: str, parameter: nn.Parameter, model: StageModel, owned: bool) -> LocalParameter:
     # ZeRO-3 leaves an empty placeholder and keeps the true shape beside it.
     local_shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
     if not getattr(parameter, "tensor_model_parallel", False):

@@ -11,12 +11,12 @@ from torch import Tensor
 from megatron_aha.checkpoint.reader import CheckpointReader
 from megatron_aha.checkpoint.sharding import LocalParameter, local_parameters
 from megatron_aha.errors import UserError
-from megatron_aha.models.gpt import AHAGPTModel
+from megatron_aha.models.chunks import StageModel
 
 _ROUTER = ".self_attention.router."
 
 
-def initialise_weights(model: AHAGPTModel, seed: int) -> None:
+def initialise_weights(model: StageModel, seed: int) -> None:
     """Draws every weight at random; the global tensors depend on the seed alone, not on the layout.
 
     Matrices are normal with the model's ``init_std``, those that write into the residual stream divided by
@@ -26,7 +26,7 @@ def initialise_weights(model: AHAGPTModel, seed: int) -> None:
         _fill(local, _draw(local, model, seed))
 
 
-def load_weights(model: AHAGPTModel, reader: CheckpointReader, *, seed: int, new_router: bool) -> list[str]:
+def load_weights(model: StageModel, reader: CheckpointReader, *, seed: int, new_router: bool) -> list[str]:
     """Reads this rank's share of every weight.
 
     Args:
@@ -68,7 +68,7 @@ def load_weights(model: AHAGPTModel, reader: CheckpointReader, *, seed: int, new
     return drawn
 
 
-def _refuse_strangers(model: AHAGPTModel, reader: CheckpointReader) -> None:
+def _refuse_strangers(model: StageModel, reader: CheckpointReader) -> None:
     """Raises UserError when the checkpoint holds weights that no layer of this model would read."""
     layers = model.model_config.num_layers
     own_kinds = {_kind(local.name) for local in local_parameters(model)}
@@ -91,7 +91,7 @@ def _kind(name: str) -> str:
     return ".".join(part for part in name.split(".") if not part.isdigit())
 
 
-def _draw(local: LocalParameter, model: AHAGPTModel, seed: int) -> Tensor:
+def _draw(local: LocalParameter, model: StageModel, seed: int) -> Tensor:
     """Returns the whole global tensor of a parameter, fp32, from a generator of its own."""
     generator = torch.Generator().manual_seed(_seed_of(local.name, seed))
     if _ROUTER in local.name:

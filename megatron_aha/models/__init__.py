@@ -1,5 +1,5 @@
 """Model families on Megatron-core layers."""
 
-from megatron_aha.models.build import build_model
+from megatron_aha.models.build import build_model, build_stage
 
-__all__ = ["build_model"]
+__all__ = ["build_model", "build_stage"]

@@ -29,26 +29,30 @@ def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:
 
 
 class AHAGPTModel(GPTModel):
-    """A decoder of one pipeline stage.
+    """A decoder of one pipeline stage, or one chunk of it under interleaved stages.
 
     Args:
         config: Megatron-core's configuration.
         model: sizes of the decoder.
         aha: the attention variant.
+        chunk: number of the chunk under interleaved stages, else None.
     """
 
-    def __init__(self, config: TransformerConfig, model: ModelConfig, aha: AHAConfig) -> None:
+    def __init__(
+        self, config: TransformerConfig, model: ModelConfig, aha: AHAConfig, chunk: int | None = None
+    ) -> None:
         tp_size = parallel_state.get_tensor_model_parallel_world_size()
         super().__init__(
             config=config,
-            transformer_layer_spec=decoder_spec(config, aha),
+            transformer_layer_spec=decoder_spec(config, aha, chunk),
             vocab_size=padded_vocab_size(model.vocab_size, tp_size),
             max_sequence_length=model.max_position_embeddings,
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
             share_embeddings_and_output_weights=model.tied_embeddings,
             position_embedding_type="rope",
             rotary_base=int(model.rope_theta),
+            vp_stage=chunk,
         )
         self.model_config = model
         self.aha_config = aha

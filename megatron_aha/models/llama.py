@@ -25,6 +25,7 @@ def transformer_config(
     """
     dtype = DTYPES[training.precision]
     recompute = training.recompute
+    interleaved = parallel.virtual_pipeline_stages > 1
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -46,6 +47,10 @@ def transformer_config(
         softmax_scale=1 / math.sqrt(model.head_dim),
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_stages if interleaved else None,
+        # Interleaved chunks with batched messages train silently to other numbers.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
         context_parallel_size=parallel.context_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
         params_dtype=dtype,

@@ -37,16 +37,23 @@ def build_groups(parallel: ParallelConfig, seed: int) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_stages
+        if _interleaved(parallel)
+        else None,
         context_parallel_size=parallel.context_parallel_size,
     )
     # As in Megatron-LM's own trainer, so that ranks with different data draw different dropout masks.
     rank_seed = (
         seed
         + 100 * parallel_state.get_pipeline_model_parallel_rank()
-        + 10 * parallel_state.get_data_parallel_rank()
+        + 10 * parallel_state.get_data_parallel_rank(with_context_parallel=True)
     )
     torch.manual_seed(rank_seed)
     model_parallel_cuda_manual_seed(rank_seed, force_reset_rng=True)
+
+
+def _interleaved(parallel: ParallelConfig) -> bool:
+    return parallel.virtual_pipeline_stages > 1
 
 
 @contextmanager

@@ -49,7 +49,9 @@ def estimate_memory(config: RunConfig, data_parallel_size: int) -> list[MemoryEs
     training, parallel = config.training, config.parallel
     stages = parallel.pipeline_model_parallel_size
     size = _bytes_per_element(config)
-    shards = [data_parallel_size if training.zero_stage >= stage else 1 for stage in (1, 2, 3)]
+    # Context-parallel ranks hold the same parameters, so ZeRO divides over them too.
+    replicas = data_parallel_size * parallel.context_parallel_size
+    shards = [replicas if training.zero_stage >= stage else 1 for stage in (1, 2, 3)]
     # fp32 needs no master copy of its own, but ZeRO keeps one of every shard all the same.
     has_master = training.precision == "bf16" or training.zero_stage >= 1
     estimates = []
@@ -63,12 +65,20 @@ def estimate_memory(config: RunConfig, data_parallel_size: int) -> list[MemoryEs
                 weights=parameters * size / shards[2],
                 gradients=trained * size / shards[1],
                 optimizer=trained * (8 + 4 * has_master) / shards[0],
-                activations=_activations(config) * (stages - stage),
+                activations=_activations(config) * _micro_batches_in_flight(config, stage),
                 logits=_logits(config) if stage == stages - 1 else 0.0,
                 buffers=_buffers(config),
             )
         )
     return estimates
+
+
+def _micro_batches_in_flight(config: RunConfig, stage: int) -> float:
+    """Returns how many micro-batches' activations of all its layers a stage holds at most (arXiv 2104.04473)."""
+    stages, chunks = config.parallel.pipeline_model_parallel_size, config.parallel.virtual_pipeline_stages
+    if chunks == 1:
+        return stages - stage
+    return (2 * (stages - stage - 1) + (chunks - 1) * stages + 1) / chunks
 
 
 def _bytes_per_element(config: RunConfig) -> int:
@@ -80,7 +90,9 @@ def _without_router(config: RunConfig) -> AHAConfig:
 
 
 def _tokens(config: RunConfig) -> int:
-    return config.training.micro_batch_size * config.data.seq_length
+    """Returns the tokens of a micro-batch that one context-parallel rank has."""
+    whole = config.training.micro_batch_size * config.data.seq_length
+    return whole // config.parallel.context_parallel_size
 
 
 def _activations(config: RunConfig) -> float:
@@ -109,6 +121,11 @@ def layer_bytes_per_token(config: RunConfig) -> float:
     # The projections, the rotated queries and keys, the output as attention and as the next projection read
     # it.
     attention = size * model.head_dim * (4 * heads + 3 * groups) + 4 * heads
+    contexts = config.parallel.context_parallel_size
+    if contexts > 1:
+        attention += (
+            size * model.head_dim * 2 * groups * contexts
+        )  # gathered keys and values of the whole row
     if config.training.recompute == "selective":
         attention -= size * model.head_dim * heads + 4 * heads
     if aha.enabled:

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_aha.checkpoint.sharding import LocalParameter, local_parameters
 from megatron_aha.checkpoint.weights import initialise_weights
 from megatron_aha.config.run import RunConfig
-from megatron_aha.models import build_model
+from megatron_aha.models import build_stage
 from megatron_aha.parallel.layout import build_groups
 from megatron_aha.testing.tiny import tiny_micro_batches
 from megatron_aha.training.engine import StepResult, TrainingEngine, init_distributed
@@ -27,25 +27,27 @@ class TinyRun:
         steps: result of each step.
         gradients: global gradients of the last step before the optimizer's, on rank 0 of each replica.
         weights: global weights after the last step.
+        disagreeing: names of weights of which two ranks hold different copies.
     """
 
     steps: list[StepResult] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
+    disagreeing: list[str] = field(default_factory=list)
 
 
 def start_tiny(config: RunConfig) -> TrainingEngine:
     """Returns an engine with freshly drawn weights; torch.distributed must be initialised."""
     init_distributed()
     build_groups(config.parallel, config.training.seed)
-    model = build_model(config.model, config.aha, config.parallel, config.training)
+    model = build_stage(config.model, config.aha, config.parallel, config.training)
     initialise_weights(model, config.training.seed)
     return TrainingEngine(model, config)
 
 
 def train_tiny(config: RunConfig, steps: int, *, masked: bool = True) -> TinyRun:
     """Trains for some steps on the tiny batches; gradients are caught just before the last optimizer step."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+    from deepspeed.utils import safe_get_full_fp32_param
 
     engine = start_tiny(config)
     run = TinyRun()
@@ -58,35 +60,43 @@ def train_tiny(config: RunConfig, steps: int, *, masked: bool = True) -> TinyRun
             masked=masked,
         )
         if step == steps:
-            _catch_gradients(engine, run, safe_get_full_grad)
+            catch_gradients(engine, run)
         run.steps.append(engine.train_step(step, batches))
 
     def weight(parameter: Tensor) -> Tensor:
         full = safe_get_full_fp32_param(parameter)
         return parameter.detach() if full is None else full
 
-    run.weights = gather_global(engine, weight)
+    run.weights = gather_global(engine, weight, run.disagreeing)
+    engine.close()
     return run
 
 
-def _catch_gradients(engine: TrainingEngine, run: TinyRun, get: Callable[[Tensor], Tensor | None]) -> None:
+def catch_gradients(engine: TrainingEngine, run: TinyRun) -> None:
     """Wraps DeepSpeed's step so that gradients are read when they are complete and not yet used."""
+    from deepspeed.utils import safe_get_full_grad
+
     original = engine.deepspeed.step
 
     def step(*args: Any, **kwargs: Any) -> None:
         if engine.deepspeed.is_gradient_accumulation_boundary():
-            run.gradients = gather_global(engine, lambda parameter: get(parameter))
+            run.gradients = gather_global(engine, safe_get_full_grad)
         original(*args, **kwargs)
 
     engine.deepspeed.step = step
 
 
-def gather_global(engine: TrainingEngine, read: Callable[[Tensor], Tensor | None]) -> dict[str, Tensor]:
+def gather_global(
+    engine: TrainingEngine,
+    read: Callable[[Tensor], Tensor | None],
+    disagreeing: list[str] | None = None,
+) -> dict[str, Tensor]:
     """Returns global tensors by name, assembled from all ranks (a collective); fp32 on the CPU.
 
     Args:
         engine: whose parameters are read.
         read: the full local tensor of a parameter.
+        disagreeing: gets the names of tensors of which two ranks hold different copies.
     """
     mine: list[tuple[LocalParameter, Tensor]] = []
     for local in local_parameters(engine.model):
@@ -102,5 +112,12 @@ def gather_global(engine: TrainingEngine, read: Callable[[Tensor], Tensor | None
             target = whole.setdefault(name, torch.full(shape, float("nan")))
             for block in blocks:
                 index = tuple(slice(a, a + n) for a, n in zip(block.start, block.shape, strict=True))
+                known = target[index]
+                if (
+                    disagreeing is not None
+                    and not known.isnan().any()
+                    and not torch.equal(known, value[block.local])
+                ):
+                    disagreeing.append(name)
                 target[index] = value[block.local]
     return whole

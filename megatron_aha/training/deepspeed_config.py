@@ -7,19 +7,21 @@ from typing import Any
 from megatron_aha.config.training import TrainingConfig
 
 
-def deepspeed_config(training: TrainingConfig, data_parallel_size: int) -> dict[str, Any]:
+def deepspeed_config(training: TrainingConfig, data_parallel_size: int, replicas: int) -> dict[str, Any]:
     """Returns the dictionary for ``deepspeed.initialize``.
 
     Args:
         training: batch sizes, precision, ZeRO stage, clipping, and the user's further DeepSpeed keys, which
             ``megatron_aha.config.validate`` has checked not to contradict ours.
-        data_parallel_size: copies of the model.
+        data_parallel_size: parts into which the samples of a step are cut.
+        replicas: ranks that hold the same parameters: more than that under context parallelism, whose ranks DeepSpeed
+            counts as if each had sequences of its own.
     """
+    accumulation = training.global_batch_size // (training.micro_batch_size * data_parallel_size)
     ours: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": training.micro_batch_size,
-        "gradient_accumulation_steps": training.global_batch_size
-        // (training.micro_batch_size * data_parallel_size),
-        "train_batch_size": training.global_batch_size,
+        "gradient_accumulation_steps": accumulation,
+        "train_batch_size": training.micro_batch_size * accumulation * replicas,
         # Under ZeRO-0 the engine clips itself, see TrainingEngine.
         "gradient_clipping": training.clip_grad if training.zero_stage > 0 else 0.0,
         "bf16": {"enabled": training.precision == "bf16"},

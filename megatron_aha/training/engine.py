@@ -20,7 +20,9 @@ from megatron_aha.checkpoint.sharding import local_parameters
 from megatron_aha.config.run import RunConfig
 from megatron_aha.data.batches import MicroBatch
 from megatron_aha.errors import UserError
+from megatron_aha.models.chunks import StageModel, chunks_of
 from megatron_aha.models.gpt import AHAGPTModel
+from megatron_aha.parallel.context import context_share
 from megatron_aha.parallel.layout import backend, device
 from megatron_aha.parallel.mpu import ModelParallelUnit
 from megatron_aha.training.deepspeed_config import deepspeed_config
@@ -68,25 +70,26 @@ class TrainingEngine:
     """The model, its optimizer and DeepSpeed's engine on this rank.
 
     Losses are normalised by the tokens of the whole step before any averaging: both the LM loss and the router loss
-    are sums over this rank's tokens divided by the global count, times the data-parallel size over which DeepSpeed
-    averages. Neither depends on how the batch is cut.
+    are sums over this rank's tokens divided by the global count, times the number of replicas over which DeepSpeed
+    averages. Neither depends on how the batch is cut. Context-parallel ranks are replicas that see other tokens.
 
     Args:
         model: with its weights in place.
         config: of the run.
     """
 
-    def __init__(self, model: AHAGPTModel, config: RunConfig) -> None:
+    def __init__(self, model: StageModel, config: RunConfig) -> None:
         self.config = config
         self.model = model
-        self.data_parallel_size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        self.data_parallel_size = parallel_state.get_data_parallel_world_size()
+        self.replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
         self.tracker = self._build_tracker()
         _mark_tied_copy(model)
         self.deepspeed, _, _, _ = _deepspeed().initialize(
             model=model,
             optimizer=build_optimizer(model, config.aha, config.training),
             mpu=ModelParallelUnit(),
-            config=deepspeed_config(config.training, self.data_parallel_size),
+            config=deepspeed_config(config.training, self.data_parallel_size, self.replicas),
             dist_init_required=False,
         )
         self.optimizer_state = OptimizerState(self.deepspeed, config.training.zero_stage)
@@ -158,21 +161,22 @@ class TrainingEngine:
         weight = 0.0
         if self.tracker is not None:
             routers = self.tracker.sums.size(0) * self.tracker.sums.size(1)
-            weight = self.config.aha.loss_coefficient * self.data_parallel_size / (tokens * routers)
+            weight = self.config.aha.loss_coefficient * self.replicas / (tokens * routers)
         return pack(
             micro_batch.position_ids,
             micro_batch.cu_seqlens,
             micro_batch.loss_mask,
             device=device(),
+            share=context_share(micro_batch.tokens.numel(), self.config.data.seq_length),
             router_loss_weight=weight,
             router_seed=seed,
             tracker=self.tracker,
         )
 
     def _loss(self, micro_batch: MicroBatch, tokens: float, loss_sum: Tensor, seed: int = 0) -> Tensor:
-        """Returns one micro-batch's share of the step's loss, times the data-parallel size."""
+        """Returns one micro-batch's share of the step's loss, times the number of replicas."""
         packed = self._pack(micro_batch, tokens, seed)
-        output = self.deepspeed(micro_batch.tokens.to(device()), packed, micro_batch.labels.to(device()))
+        output = self.deepspeed(*_inputs(micro_batch, packed))
         return self._weigh(packed.loss_mask, tokens, loss_sum, output)[0]
 
     def _weigh(
@@ -181,7 +185,7 @@ class TrainingEngine:
         """Returns the weighed loss in the form Megatron-core's schedules expect, and adds to ``loss_sum``."""
         total = (token_losses.float() * loss_mask).sum()
         loss_sum += total.detach().double()
-        return total * (self.data_parallel_size / tokens), loss_mask.sum().int(), {}
+        return total * (self.replicas / tokens), loss_mask.sum().int(), {}
 
     def _run_schedule(
         self, micro_batches: list[MicroBatch], tokens: float, loss_sum: Tensor, step: int | None
@@ -193,13 +197,16 @@ class TrainingEngine:
         ) -> tuple[Tensor, Any]:
             index, micro_batch = next(batches)
             packed = self._pack(micro_batch, tokens, 0 if step is None else self._router_seed(step, index))
-            output = module(micro_batch.tokens.to(device()), packed, micro_batch.labels.to(device()))
+            output = module(*_inputs(micro_batch, packed))
             return output, partial(self._weigh, packed.loss_mask, tokens, loss_sum)
 
+        chunks = chunks_of(self.model)
+        # Every chunk of an interleaved stage meets every micro-batch.
+        batches = [enumerate(micro_batches) for _ in chunks]
         get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=enumerate(micro_batches),
-            model=[self.deepspeed.module],
+            data_iterator=batches if len(chunks) > 1 else batches[0],
+            model=chunks,
             num_microbatches=len(micro_batches),
             seq_length=micro_batches[0].tokens.numel(),
             micro_batch_size=1,
@@ -219,9 +226,10 @@ class TrainingEngine:
 
     def _sum_tied_gradients(self) -> None:
         """Adds the gradients of the first and last stage's copies of a tied embedding."""
-        stages_with_copy = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
-        if self.model.model_config.tied_embeddings and stages_with_copy:
-            weight = self.model.shared_embedding_or_output_weight()
+        is_first, is_last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+        if self.model.model_config.tied_embeddings and (is_first or is_last):
+            chunks = chunks_of(self.model)
+            weight = (chunks[0] if is_first else chunks[-1]).shared_embedding_or_output_weight()
             if weight.grad is not None:
                 torch.distributed.all_reduce(weight.grad, group=parallel_state.get_embedding_group())
 
@@ -274,7 +282,15 @@ class TrainingEngine:
         return float(loss_sum) / parallel_state.get_tensor_model_parallel_world_size() / tokens
 
 
-def _mark_tied_copy(model: AHAGPTModel) -> None:
+def _inputs(micro_batch: MicroBatch, packed: PackedBatch) -> tuple[Tensor, PackedBatch, Tensor]:
+    """Returns what the model is called with: this rank's tokens and labels on its device."""
+    tokens, labels = micro_batch.tokens, micro_batch.labels
+    if packed.share is not None:
+        tokens, labels = packed.share.take(tokens), packed.share.take(labels)
+    return tokens.to(device()), packed, labels.to(device())
+
+
+def _mark_tied_copy(model: StageModel) -> None:
     """Tells DeepSpeed's gradient norm that the last stage's copy of a tied embedding is counted elsewhere."""
     for local in local_parameters(model):
         if not local.owned:

@@ -14,12 +14,13 @@ from megatron_aha.checkpoint.weights import load_weights
 from megatron_aha.config.run import RunConfig
 from megatron_aha.data.batches import build_batch_sources
 from megatron_aha.errors import UserError
-from megatron_aha.models import build_model
-from megatron_aha.models.gpt import AHAGPTModel
+from megatron_aha.models import build_stage
+from megatron_aha.models.chunks import StageModel
 from megatron_aha.report.console import progress_line
 from megatron_aha.report.metrics import MetricsWriter
-from megatron_aha.training.checkpointing import Position, restore_training, save_checkpoint
 from megatron_aha.training.engine import StepResult, TrainingEngine
+from megatron_aha.training.restoring import Position, restore_training
+from megatron_aha.training.saving import CheckpointSaver
 from megatron_aha.training.scalars import step_scalars
 from megatron_aha.training.stop import StopRequests
 
@@ -37,11 +38,14 @@ class TrainingLoop:
     """
 
     def __init__(
-        self, model: AHAGPTModel, config: RunConfig, source: CheckpointReader | None, resumed: bool
+        self, model: StageModel, config: RunConfig, source: CheckpointReader | None, resumed: bool
     ) -> None:
         self.config = config
         self.is_first = torch.distributed.get_rank() == 0
-        self.source_dir = None if source is None else source.source_dir
+        self.saver: CheckpointSaver | None = None
+        if config.checkpoint.directory is not None:
+            source_dir = None if source is None else source.source_dir
+            self.saver = CheckpointSaver(config, source_dir, self._say)
         self.train_data, self.valid_data = build_batch_sources(
             config, parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
         )
@@ -66,6 +70,8 @@ class TrainingLoop:
         with StopRequests() as stop:
             while self.position.step < last:
                 self._step()
+                if self.saver is not None:
+                    self.saver.poll()
                 reason = stop.agreed()
                 if reason is not None or self._is_due(self.config.checkpoint.save_interval):
                     self._save()
@@ -73,6 +79,8 @@ class TrainingLoop:
                     kept = "" if self.saved_step else "; nothing saved, --checkpoint.directory is not set"
                     self._say(f"stopped after step {self.position.step}: {reason}{kept}")
                     break
+            if self.saver is not None:
+                self.saver.wait()
         if self.writer is not None:
             self.writer.close()
 
@@ -132,7 +140,8 @@ class TrainingLoop:
     def _roll_back(self, told: str) -> None:
         """Takes weights and optimizer from the run's last checkpoint; step, schedule and data go on."""
         directory = self.config.checkpoint.directory
-        assert directory is not None
+        assert directory is not None and self.saver is not None
+        self.saver.wait()
         if not complete_steps(directory):
             raise UserError(
                 f"{told}; --checkpoint.directory {directory} holds no checkpoint to go back to yet"
@@ -141,7 +150,7 @@ class TrainingLoop:
         if self.is_first:
             logger.warning("%s; weights and optimizer go back to %s", told, reader.folder)
         self.engine.close()
-        model = build_model(self.config.model, self.config.aha, self.config.parallel, self.config.training)
+        model = build_stage(self.config.model, self.config.aha, self.config.parallel, self.config.training)
         load_weights(model, reader, seed=self.config.training.seed, new_router=False)
         self.engine = TrainingEngine(model, self.config)
         restore_training(self.engine, reader, fresh_optimizer=False)
@@ -170,11 +179,10 @@ class TrainingLoop:
             self.writer.usage_heatmap(self.position.step, result.router.usage_per_head.numpy())
 
     def _save(self) -> None:
-        if self.config.checkpoint.directory is None or self.saved_step == self.position.step:
+        if self.saver is None or self.saved_step == self.position.step:
             return
-        save_checkpoint(self.engine, self.config, self.position, self.source_dir)
+        self.saver.save(self.engine, self.position)
         self.saved_step = self.position.step
-        self._say(f"saved {self.config.checkpoint.directory}, step {self.position.step}")
 
     def _is_due(self, interval: int) -> bool:
         """Returns whether something of this interval happens now; the last step is always due."""

@@ -6,11 +6,11 @@ import torch
 
 from megatron_aha.config.aha import AHAConfig
 from megatron_aha.config.training import TrainingConfig
-from megatron_aha.models.gpt import AHAGPTModel
+from megatron_aha.models.chunks import StageModel
 from megatron_aha.training.schedule import learning_rate
 
 
-def build_optimizer(model: AHAGPTModel, aha: AHAConfig, training: TrainingConfig) -> torch.optim.AdamW:
+def build_optimizer(model: StageModel, aha: AHAConfig, training: TrainingConfig) -> torch.optim.AdamW:
     """Returns AdamW with the groups ``matrices``, ``norms`` (no weight decay) and ``router``; empty ones are left out.
 
     With ``training.freeze_model`` only the routers are trained.

@@ -18,7 +18,7 @@ from megatron_aha.report.dry_run import print_dry_run
 
 if TYPE_CHECKING:
     from megatron_aha.checkpoint.reader import CheckpointReader
-    from megatron_aha.models.gpt import AHAGPTModel
+    from megatron_aha.models.chunks import StageModel
 
 logger = logging.getLogger(__name__)
 
@@ -54,14 +54,14 @@ def main(argv: Sequence[str]) -> int:
     from megatron_aha.parallel.platform import prepare_platform
 
     prepare_platform()
-    from megatron_aha.models import build_model
+    from megatron_aha.models import build_stage
     from megatron_aha.parallel.layout import build_groups
     from megatron_aha.training.engine import init_distributed
     from megatron_aha.training.loop import TrainingLoop
 
     init_distributed()
     build_groups(config.parallel, config.training.seed)
-    model = build_model(config.model, config.aha, config.parallel, config.training)
+    model = build_stage(config.model, config.aha, config.parallel, config.training)
     resumed = is_resumed(source, config)
     fill_weights(model, source, config.training.seed, resumed)
     TrainingLoop(model, config, source, resumed).run()
@@ -93,7 +93,7 @@ def is_resumed(source: CheckpointReader | None, config: RunConfig) -> bool:
     return source is not None and directory is not None and source.folder.parent == Path(directory)
 
 
-def fill_weights(model: AHAGPTModel, source: CheckpointReader | None, seed: int, resumed: bool) -> None:
+def fill_weights(model: StageModel, source: CheckpointReader | None, seed: int, resumed: bool) -> None:
     """Loads or draws every weight of this rank and says on rank 0 which it did."""
     import torch
 

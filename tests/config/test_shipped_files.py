@@ -27,6 +27,7 @@ COMPANIONS = {
     "parallel/zero3.yaml": [LLAMA, "data/example.yaml"],
     "parallel/tp8_zero1.yaml": [LLAMA, "data/example.yaml"],
     "parallel/tp4_pp2_zero1.yaml": [LLAMA, "data/example.yaml"],
+    "parallel/tp4_cp2_zero1.yaml": [LLAMA, "data/example.yaml"],
     "run/cpu-smoke.yaml": ["model/tiny.yaml", "parallel/single.yaml"],
     "run/quickstart.yaml": ["model/smollm2-135m.yaml", "parallel/tp3_cpu.yaml"],
     "run/aha-paper.yaml": [LLAMA, "data/example.yaml", "parallel/tp8_zero1.yaml"],

@@ -27,6 +27,7 @@ def test_the_defaults_with_data_have_no_problem() -> None:
 
 
 TP, PP, CP = (f"parallel.{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context"))
+VP = "parallel.virtual_pipeline_stages"
 SP = {TP: 2, "parallel.sequence_parallel": "true"}
 
 
@@ -71,7 +72,18 @@ SP = {TP: 2, "parallel.sequence_parallel": "true"}
             {"parallel.sequence_parallel": "true"},
             "--parallel.sequence_parallel true needs --parallel.tensor_model_parallel_size above 1",
         ),
-        (2, {CP: 2}, "--parallel.context_parallel_size is 2, but context parallelism is not supported yet"),
+        (
+            2,
+            {CP: 2, "data.seq_length": 34},
+            "--data.seq_length 34 cannot be cut into the 4 equal chunks that --parallel.context_parallel_size 2 shares "
+            "out; use 32 or 36",
+        ),
+        (
+            8,
+            {**SP, CP: 2, "data.seq_length": 36, "parallel.tensor_model_parallel_size": 4},
+            "is 36 tokens, which --parallel.tensor_model_parallel_size 4 times --parallel.context_parallel_size 2 does",
+        ),
+        (2, {CP: 2, "aha.router_grad": "sampled:0.1"}, "would draw other tokens under"),
         (
             2,
             {PP: 2, "training.zero_stage": 2},
@@ -82,6 +94,23 @@ SP = {TP: 2, "parallel.sequence_parallel": "true"}
             3,
             {PP: 3},
             "--parallel.pipeline_model_parallel_size 3 does not divide --model.num_layers 2; use 2 or 1",
+        ),
+        (
+            2,
+            {VP: 2},
+            "--parallel.virtual_pipeline_stages 2 needs --parallel.pipeline_model_parallel_size above 1",
+        ),
+        (
+            2,
+            {PP: 2, VP: 2},
+            "--parallel.virtual_pipeline_stages 2 does not divide the 1 layers of each of "
+            "--parallel.pipeline_model_parallel_size 2 stages; use 1",
+        ),
+        (
+            2,
+            {PP: 2, VP: 2, "model.num_layers": 4, "training.global_batch_size": 7},
+            "7 micro-batches, but --parallel.virtual_pipeline_stages 2 needs a multiple of "
+            "--parallel.pipeline_model_parallel_size 2; use 6 or 8",
         ),
         (7, {TP: 2}, "need a multiple of 2 ranks, but there are 7; start 6 or 8"),
         (

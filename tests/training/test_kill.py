@@ -18,15 +18,14 @@ import torch
 from megatron_aha.checkpoint.format import CheckpointReader
 from megatron_aha.testing.distributed import RankFailure, run_distributed
 from megatron_aha.training.pretrain import main
+from megatron_aha.training.saving import CheckpointSaver
 
 
 def train_until_killed(options: list[str], victim: int, seconds: float) -> None:
     """Trains without end, saving every step; one rank is killed some time after the first save of this start."""
-    from megatron_aha.training import loop
+    original = CheckpointSaver.save
 
-    original = loop.save_checkpoint
-
-    def save_checkpoint(*args: Any) -> None:
+    def save(*args: Any) -> None:
         original(*args)
         if torch.distributed.get_rank() == victim and not armed.is_set():
             armed.set()
@@ -37,7 +36,7 @@ def train_until_killed(options: list[str], victim: int, seconds: float) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     armed = threading.Event()
-    loop.save_checkpoint = save_checkpoint
+    CheckpointSaver.save = save  # type: ignore[method-assign]
     main(options)
 
 
@@ -86,25 +85,24 @@ def test_one_rank_killed_at_random_moments_of_a_run_that_saves_every_step(
 
 
 def train_on_a_full_disk(options: list[str], victim: int) -> None:
-    """Trains; after the first save one rank can write no file longer than 10 kB, as if its disk were full."""
-    from megatron_aha.training import loop
+    """Trains; after the first checkpoint one rank can write no file longer than 10 kB, as if its disk were full."""
+    original = CheckpointSaver._complete
 
-    original = loop.save_checkpoint
-
-    def save_checkpoint(*args: Any) -> None:
+    def complete(*args: Any) -> None:
         original(*args)
         if torch.distributed.get_rank() == victim:
             resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
 
-    loop.save_checkpoint = save_checkpoint
+    CheckpointSaver._complete = complete  # type: ignore[method-assign]
     main(options)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("victim", "asynchronous"), [(0, "false"), (1, "false"), (1, "true")])
 def test_a_disk_that_is_full_for_one_rank_stops_the_run_and_leaves_the_last_checkpoint(
-    options: list[str], tmp_path: Path, victim: int
+    options: list[str], tmp_path: Path, victim: int, asynchronous: str
 ) -> None:
     options += "--training.train_steps 6 --checkpoint.save_interval 2".split()
+    options += ["--checkpoint.asynchronous", asynchronous]
     with pytest.raises(RankFailure) as caught:
         run_distributed(train_on_a_full_disk, 2, options, victim)
     told = str(caught.value)

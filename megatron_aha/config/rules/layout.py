@@ -11,6 +11,7 @@ from megatron_aha.config.run import RunConfig
 def layout_problems(config: RunConfig, world_size: int | None) -> Iterator[str]:
     """Yields a sentence for everything the layout does not divide; ``world_size`` None: not known."""
     sizes = ["tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"]
+    sizes.append("virtual_pipeline_stages")
     names = [f"parallel.{name}" for name in [*sizes, "nodes", "ranks_per_node"]]
     too_small = list(at_least(config, 1, names))
     yield from too_small
@@ -19,11 +20,7 @@ def layout_problems(config: RunConfig, world_size: int | None) -> Iterator[str]:
     yield from _tensor_problems(config)
     yield from _sequence_problems(config)
     yield from _pipeline_problems(config)
-    if config.parallel.context_parallel_size > 1:
-        yield (
-            f"--parallel.context_parallel_size is {config.parallel.context_parallel_size}, but context "
-            "parallelism is not supported yet; use 1"
-        )
+    yield from _context_problems(config)
     if world_size is not None:
         yield from _world_problems(config, world_size)
 
@@ -74,19 +71,52 @@ def _sequence_problems(config: RunConfig) -> Iterator[str]:
             "which is 1; leave it false"
         )
     sequence, batch = config.data.seq_length, config.training.micro_batch_size
-    if batch * sequence % size:
-        below = sequence - sequence % size
-        choices = [length for length in (below, below + size) if length > 0]
+    contexts = parallel.context_parallel_size
+    if batch * sequence % (size * contexts):
+        unit = size * contexts
+        below = sequence - sequence % unit
+        choices = [length for length in (below, below + unit) if length > 0]
+        shared = f" times --parallel.context_parallel_size {contexts}" if contexts > 1 else ""
         yield (
             f"--data.seq_length {sequence} times --training.micro_batch_size {batch} is "
-            f"{batch * sequence} tokens, which --parallel.tensor_model_parallel_size {size} does not "
+            f"{batch * sequence} tokens, which --parallel.tensor_model_parallel_size {size}{shared} does not "
             "divide, as --parallel.sequence_parallel needs; use --data.seq_length "
             f"{alternatives(choices, sequence)}"
         )
 
 
+def _context_problems(config: RunConfig) -> Iterator[str]:
+    size, sequence = config.parallel.context_parallel_size, config.data.seq_length
+    if size == 1:
+        return
+    if sequence % (2 * size):
+        below = sequence - sequence % (2 * size)
+        choices = [length for length in (below, below + 2 * size) if length > 0]
+        yield (
+            f"--data.seq_length {sequence} cannot be cut into the {2 * size} equal chunks that "
+            f"--parallel.context_parallel_size {size} shares out; use {alternatives(choices, sequence)}"
+        )
+    if config.aha.enabled and config.aha.router_grad.startswith("sampled"):
+        yield (
+            f"--aha.router_grad {config.aha.router_grad} would draw other tokens under "
+            f"--parallel.context_parallel_size {size} than on one rank; use exact"
+        )
+
+
 def _pipeline_problems(config: RunConfig) -> Iterator[str]:
     stages, layers = config.parallel.pipeline_model_parallel_size, config.model.num_layers
+    chunks = config.parallel.virtual_pipeline_stages
+    if chunks > 1 and stages == 1:
+        yield (
+            f"--parallel.virtual_pipeline_stages {chunks} needs --parallel.pipeline_model_parallel_size above 1, "
+            "which is 1; use 1"
+        )
+    elif chunks > 1 and layers >= 1 and layers % stages == 0 and layers // stages % chunks:
+        choices = [c for c in range(1, layers // stages + 1) if layers // stages % c == 0]
+        yield (
+            f"--parallel.virtual_pipeline_stages {chunks} does not divide the {layers // stages} layers of each of "
+            f"--parallel.pipeline_model_parallel_size {stages} stages; use {alternatives(choices, chunks)}"
+        )
     if layers >= 1 and layers % stages:
         choices = [s for s in range(1, layers + 1) if layers % s == 0]
         yield (
@@ -133,6 +163,18 @@ def _world_problems(config: RunConfig, world_size: int) -> Iterator[str]:
             f"--training.global_batch_size {training.global_batch_size} is not a multiple of "
             f"--training.micro_batch_size {training.micro_batch_size} x {data_ranks} data-parallel ranks = "
             f"{per_pass}; use {alternatives(choices, training.global_batch_size)}"
+        )
+        return
+    stages = parallel.pipeline_model_parallel_size
+    if parallel.virtual_pipeline_stages > 1 and training.global_batch_size // per_pass % stages:
+        unit = per_pass * stages
+        below = training.global_batch_size - training.global_batch_size % unit
+        choices = [size for size in (below, below + unit) if size > 0]
+        yield (
+            f"--training.global_batch_size {training.global_batch_size} gives each data-parallel rank "
+            f"{training.global_batch_size // per_pass} micro-batches, but --parallel.virtual_pipeline_stages "
+            f"{parallel.virtual_pipeline_stages} needs a multiple of --parallel.pipeline_model_parallel_size {stages}; "
+            f"use {alternatives(choices, training.global_batch_size)}"
         )
 
 

@@ -1,0 +1,110 @@
+"""Every layout of up to four ranks: trained to the numbers of one process, or refused before anything is built."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from compare import largest_relative_error
+from layouts import RANKS, Layout, Measured, all_layouts, measure
+
+from megatron_aha.config.parse import to_yaml
+from megatron_aha.config.validate import problems
+from megatron_aha.errors import UserError
+from megatron_aha.testing.distributed import run_distributed
+from megatron_aha.training.pretrain import main
+
+REFUSED = {layout: problems(layout.config(), layout.ranks) for layout in all_layouts()}
+WORKING = [layout for layout, found in REFUSED.items() if not found]
+FACTORS = ("tp", "sp", "pp", "vp", "cp", "dp", "zero", "recompute")
+
+
+def pairwise(layouts: Iterable[Layout]) -> list[Layout]:
+    """Returns a few layouts in which every pair of values of two factors occurs that occurs at all."""
+
+    def pairs(layout: Layout) -> set[tuple[object, ...]]:
+        values = [(factor, getattr(layout, factor)) for factor in FACTORS]
+        return set(itertools.combinations(values, 2))
+
+    layouts = list(layouts)
+    missing = set().union(*map(pairs, layouts))
+    chosen = []
+    while missing:
+        chosen.append(max(layouts, key=lambda layout: len(pairs(layout) & missing) / layout.ranks))
+        missing -= pairs(chosen[-1])
+    return chosen
+
+
+def measured(layouts: list[Layout]) -> dict[Layout, Measured]:
+    """Trains the layouts, those of equally many ranks in one pool."""
+    found = {}
+    for ranks in sorted({layout.ranks for layout in layouts}):
+        same = [layout for layout in layouts if layout.ranks == ranks]
+        results = run_distributed(measure, ranks, [layout.config() for layout in same], timeout=1000)
+        found |= dict(zip(same, results[0], strict=True))
+    return found
+
+
+def difference(mine: Measured, alone: Measured) -> list[str]:
+    """Returns what differs from one process, in words."""
+    one, other = mine.run.steps[0], alone.run.steps[0]
+    assert one.router is not None and other.router is not None
+    error, name = largest_relative_error(mine.run.gradients, alone.run.gradients)
+    told = [f"gradient of {name} by {error:.1e}"] if not error <= 1e-5 else []
+    told += [f"copies of {name}" for name in mine.run.disagreeing]
+    for what, a, b in (
+        ("loss", one.lm_loss, other.lm_loss),
+        ("gradient norm", one.grad_norm, other.grad_norm),
+        ("router loss", one.router.router_loss, other.router.router_loss),
+    ):
+        if not abs(a - b) <= 1e-5 * abs(b):
+            told.append(f"{what} {a} instead of {b}")
+    for what in ("usage", "usage_beyond_window", "usage_per_head", "usage_beyond_window_per_head"):
+        if not torch.equal(*(torch.as_tensor(getattr(step.router, what)) for step in (one, other))):
+            told.append(what)
+    return told
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        pytest.param(pairwise(WORKING), id="pairwise"),
+        pytest.param(WORKING, id="all", marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+    ],
+)
+def test_layouts_train_to_the_numbers_of_one_process(layouts: list[Layout]) -> None:
+    alone = run_distributed(measure, 1, [Layout().config()])[0][0]
+    usage = alone.run.steps[0].router.usage_per_head
+    assert ((usage > 0.02) & (usage < 0.98)).all()
+    assert alone.smallest_logit > 1e-4
+    results = measured(layouts)
+    wrong = {str(layout): told for layout, mine in results.items() if (told := difference(mine, alone))}
+    print(f"{len(results)} layouts, smallest logit {alone.smallest_logit:.1e}")
+    assert wrong == {}
+
+
+def test_the_table_has_what_it_should() -> None:
+    # twelve ways to share at most four ranks, times sequence parallelism, chunks, ZeRO and recompute
+    assert len(REFUSED) == 12 * 2 * 2 * 4 * 3
+    assert len(WORKING) == (12 * 4 + 5 * 2 * 2) * 3
+    for layout, found in REFUSED.items():
+        refused = (layout.pp > 1 and layout.zero >= 2) or (layout.sp and layout.tp == 1)
+        refused |= layout.vp > layout.pp
+        assert bool(found) == refused, (str(layout), found)
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2, zero=2), Layout(sp=True), Layout(vp=2)], ids=str)
+def test_a_refused_layout_is_refused_before_any_process_group(
+    layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(to_yaml(layout.config()))
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": RANKS}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(UserError) as caught:
+        main(["--config", str(path)])
+    assert str(caught.value).splitlines() == problems(layout.config(), RANKS)
+    assert not torch.distributed.is_initialized()
