@@ -101,3 +101,44 @@ class AHACoreAttention(nn.Module):
             backend=self.aha.backend,
         )
         return out.squeeze(0)
+
+
+class WindowCoreAttention(nn.Module):
+    """Attention to the last ``window`` keys of each document, for layers that have no router.
+
+    Args:
+        config: Megatron-core's configuration.
+        window: visible keys, the token itself included.
+        backend: of ``aha_kernels``.
+        softmax_scale: of the scores; None means ``head_dim ** -0.5``.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        window: int,
+        backend: str,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        self.window = window
+        self.backend = backend
+        self.softmax_scale = softmax_scale
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch) -> Tensor:
+        """Returns ``[tokens, heads, head_dim]``, like query; key and value are ``[tokens, groups, head_dim]``."""
+        from aha_kernels import aha_attention
+
+        out = aha_attention(
+            query.unsqueeze(0),
+            key.unsqueeze(0),
+            value.unsqueeze(0),
+            query.new_zeros(1, *query.shape[:2], dtype=torch.bool),
+            self.window,
+            cu_seqlens=batch.cu_seqlens_q,
+            softmax_scale=self.softmax_scale,
+            router_grad="none",
+            backend=self.backend,
+        )
+        return out.squeeze(0)
