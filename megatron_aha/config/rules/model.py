@@ -60,7 +60,7 @@ def _window_problems(config: RunConfig) -> Iterator[str]:
             f"--model.static_window {model.static_window} holds for no layer; name them in "
             "--model.windowed_layers, or leave it null (the router's window is --aha.window)"
         )
-    if config.aha.enabled and not model.routed_layers:
+    if config.aha.enabled and model.windowed_layers and not model.routed_layers:
         yield (
             f"--aha.enabled true has nothing to route: all {model.num_layers} layers of --model.family "
             f"{model.family} see a static window of {model.static_window}; set --aha.enabled false"
