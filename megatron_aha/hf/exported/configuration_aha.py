@@ -15,7 +15,11 @@ ROUTER_DEFAULTS: dict[str, Any] = {
 }
 
 
-class RouterConfig:
+# Other bases bring transformers' configurations, which type checkers do not see here.
+_Mixin: Any = object
+
+
+class RouterConfig(_Mixin):
     """The router's settings, beside those of the family's own configuration.
 
     Attributes:

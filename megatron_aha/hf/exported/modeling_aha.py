@@ -28,6 +28,9 @@ CACHE_FIELD = (
 )
 _MASK_ARGUMENTS = frozenset(inspect.signature(create_causal_mask).parameters)
 
+# Other bases bring transformers' models, which type checkers do not see here.
+_Mixin: Any = object
+
 # Kinds of layers, by the names of transformers' configurations, and their masks.
 FULL, WINDOWED = "full_attention", "sliding_attention"
 _MASKS = {FULL: create_causal_mask, WINDOWED: create_sliding_window_causal_mask}
@@ -162,7 +165,7 @@ class AHAAttention(nn.Module):
             self.k_norm = self.norm_class(each * self.head_dim, config.rms_norm_eps)
         windowed = layer_kinds(config)[layer_idx] == WINDOWED
         self.sliding_window = config.sliding_window if windowed else None
-        self.router = None if windowed else nn.Linear(hidden, config.num_routers, bias=config.aha_bias)
+        self.router: Any = None if windowed else nn.Linear(hidden, config.num_routers, bias=config.aha_bias)
 
     def forward(
         self,
@@ -290,7 +293,7 @@ class PostNormLayer(GradientCheckpointingLayer):
         return hidden_states, weights, logits
 
 
-class AHAPreTrained:
+class AHAPreTrained(_Mixin):
     """What both models share; we compute masks, so only implementations that take masks are allowed."""
 
     _supports_flash_attn = False
@@ -298,7 +301,7 @@ class AHAPreTrained:
     _can_record_outputs: dict[str, Any] = {}
 
 
-class AHADecoder:
+class AHADecoder(_Mixin):
     """The decoder without its head; comes before transformers' own among a class's bases."""
 
     layer_class: type[nn.Module]
@@ -330,7 +333,7 @@ class AHADecoder:
     def forward(
         self,
         input_ids: Tensor | None = None,
-        attention_mask: Tensor | dict[str, Tensor] | None = None,
+        attention_mask: Any = None,
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
@@ -375,7 +378,7 @@ class AHADecoder:
         kinds = layer_kinds(self.config)
         given = (self.config, hidden_states, attention_mask, cache, query_index, position_ids)
         if isinstance(attention_mask, dict):  # as `generate` prepares them for a static cache
-            masks = attention_mask
+            masks: dict[str, Any] = attention_mask
             attention_mask = masks[FULL]
         else:
             masks = {kind: causal_mask(_MASKS[kind], *given) for kind in set(kinds)}
@@ -435,7 +438,7 @@ def real_tokens(attention_mask: Tensor | None, hidden_states: Tensor, query_inde
     return visible.expand(batch, -1)
 
 
-class AHACausalLM:
+class AHACausalLM(_Mixin):
     """The language model; comes before transformers' own among a class's bases."""
 
     decoder_class: type[nn.Module]
