@@ -123,16 +123,13 @@ class AHACoreAttention(nn.Module):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, route: Tensor, piece: Piece, batch: PackedBatch
     ) -> Tensor:
-        from aha_kernels import aha_attention
-
-        out = aha_attention(
-            query.unsqueeze(0),
-            key.unsqueeze(0),
-            value.unsqueeze(0),
-            route.unsqueeze(0),
-            self.aha.window,
-            query_offset=piece.query_offset,
-            cu_seqlens=piece.cu_seqlens,
+        return _by_kernel(
+            query,
+            key,
+            value,
+            route,
+            piece,
+            window=self.aha.window,
             softmax_scale=self.softmax_scale,
             num_sink_tokens=self.aha.num_sink_tokens,
             router_grad=self.aha.router_grad,
@@ -141,7 +138,72 @@ class AHACoreAttention(nn.Module):
             head_offset=query.size(1) * parallel_state.get_tensor_model_parallel_rank(),
             backend=self.aha.backend,
         )
-        return out.squeeze(0)
+
+
+class WindowCoreAttention(nn.Module):
+    """Attention to the last ``window`` keys of each document, for layers that have no router.
+
+    Args:
+        config: Megatron-core's configuration.
+        window: visible keys, the token itself included.
+        backend: of ``aha_kernels``.
+        softmax_scale: of the scores; None means ``head_dim ** -0.5``.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        window: int,
+        backend: str,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        self.window = window
+        self.backend = backend
+        self.softmax_scale = softmax_scale
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, batch: PackedBatch) -> Tensor:
+        """Returns ``[tokens, heads, head_dim]``, like query; key and value are ``[tokens, groups, head_dim]``.
+
+        Under context parallelism query holds this rank's tokens, key and value those of the whole row.
+        """
+        here = query.new_zeros(query.shape[:2], dtype=torch.bool)
+        return _joined(
+            [
+                _by_kernel(
+                    query[piece.rows],
+                    key[piece.keys],
+                    value[piece.keys],
+                    here[piece.rows],
+                    piece,
+                    window=self.window,
+                    softmax_scale=self.softmax_scale,
+                    router_grad="none",
+                    backend=self.backend,
+                )
+                for piece in batch.pieces
+            ]
+        )
+
+
+def _by_kernel(
+    query: Tensor, key: Tensor, value: Tensor, route: Tensor, piece: Piece, *, window: int, **options: Any
+) -> Tensor:
+    """Returns ``[tokens, heads, head_dim]`` of one piece, by ``aha_kernels``."""
+    from aha_kernels import aha_attention
+
+    out = aha_attention(
+        query.unsqueeze(0),
+        key.unsqueeze(0),
+        value.unsqueeze(0),
+        route.unsqueeze(0),
+        window,
+        query_offset=piece.query_offset,
+        cu_seqlens=piece.cu_seqlens,
+        **options,
+    )
+    return out.squeeze(0)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

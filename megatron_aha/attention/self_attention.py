@@ -11,6 +11,7 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
 from megatron_aha.attention.packed import PackedBatch
+from megatron_aha.attention.rope import angles_at
 from megatron_aha.attention.router import AHARouter, DecideRoutes
 from megatron_aha.config.aha import AHAConfig
 from megatron_aha.errors import UserError
@@ -20,7 +21,18 @@ class PackedSelfAttention(SelfAttention):
     """Megatron-core's projections around our core attention; rotary positions come with the batch.
 
     Training only: Megatron-core's inference contexts bypass the core attention and are refused.
+
+    Args:
+        frequencies: rotary frequencies of this layer's own, fp32 ``[head_dim / 2]``; None takes the model's.
+        rotation_scale: factor on rotated queries and keys.
     """
+
+    def __init__(
+        self, *args: Any, frequencies: Tensor | None = None, rotation_scale: float = 1.0, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.frequencies = frequencies
+        self.rotation_scale = rotation_scale
 
     def forward(
         self,
@@ -48,13 +60,16 @@ class PackedSelfAttention(SelfAttention):
         if packed_seq_params is None or rotary_pos_emb is None:
             raise ValueError("PackedSelfAttention needs packed_seq_params and rotary_pos_emb")
         query, key, value = self.get_query_key_value_tensors(hidden_states)
-        angles = rotary_pos_emb[packed_seq_params.position_ids]  # [tokens, 1, 1, head_dim]
-        query = apply_rotary_pos_emb(query, angles, config=self.config).squeeze(
-            1
-        )  # [tokens, local heads, head_dim]
-        key = apply_rotary_pos_emb(key, angles, config=self.config).squeeze(
-            1
-        )  # [tokens, local groups, head_dim]
+        positions = packed_seq_params.position_ids
+        own = self.frequencies
+        angles = rotary_pos_emb[positions] if own is None else angles_at(positions, own)
+        # [tokens, 1, 1, head_dim]
+
+        def rotate(states: Tensor) -> Tensor:
+            rotated = apply_rotary_pos_emb(states, angles, config=self.config, mscale=self.rotation_scale)
+            return rotated.squeeze(1)  # [tokens, local heads or groups, head_dim]
+
+        query, key = rotate(query), rotate(key)
         value = value.squeeze(1)
         if packed_seq_params.share is not None:
             # In one collective; outside the core attention, so that selective recompute does not gather again.

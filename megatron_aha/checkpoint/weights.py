@@ -20,7 +20,7 @@ def initialise_weights(model: StageModel, seed: int) -> None:
     """Draws every weight at random; the global tensors depend on the seed alone, not on the layout.
 
     Matrices are normal with the model's ``init_std``, those that write into the residual stream divided by
-    ``sqrt(2 layers)`` as Megatron-core does; norms are 1; routers as ``megatron_aha.config.aha`` says.
+    ``sqrt(2 layers)`` as Megatron-core does; norms are 1, biases 0; routers as ``megatron_aha.config.aha`` says.
     """
     for local in local_parameters(model):
         _fill(local, _draw(local, model, seed))
@@ -70,25 +70,26 @@ def load_weights(model: StageModel, reader: CheckpointReader, *, seed: int, new_
 
 def _refuse_strangers(model: StageModel, reader: CheckpointReader) -> None:
     """Raises UserError when the checkpoint holds weights that no layer of this model would read."""
-    layers = model.model_config.num_layers
-    own_kinds = {_kind(local.name) for local in local_parameters(model)}
+    layers, aha = model.model_config.num_layers, model.aha_config
+    # by the options and not by the layers at hand: a pipeline stage may have no router
+    parts = (("weight", "bias") if aha.bias else ("weight",)) if aha.enabled else ()
+    routed = {
+        f"decoder.layers.{layer}{_ROUTER}{part}"
+        for layer in model.model_config.routed_layers
+        for part in parts
+    }
     for name in reader.weight_names():
         if name.startswith("decoder.layers.") and int(name.split(".")[2]) >= layers:
             raise UserError(
                 f"checkpoint {reader.folder} has the weight '{name}', the model has only {layers} layers"
             )
-        if _ROUTER in name and _kind(name) not in own_kinds:
+        if _ROUTER in name and name not in routed:
             raise UserError(
                 f"checkpoint {reader.folder} has the router weight '{name}', which "
-                f"--aha.enabled {model.aha_config.enabled} with --aha.bias {model.aha_config.bias} would drop"
+                f"--aha.enabled {aha.enabled} with --aha.bias {aha.bias} would drop"
             )
         if name == "output_layer.weight" and model.model_config.tied_embeddings:
             raise UserError(f"checkpoint {reader.folder} has '{name}', but --model.tied_embeddings is true")
-
-
-def _kind(name: str) -> str:
-    """Returns the name with its layer number taken out."""
-    return ".".join(part for part in name.split(".") if not part.isdigit())
 
 
 def _draw(local: LocalParameter, model: StageModel, seed: int) -> Tensor:
@@ -100,6 +101,8 @@ def _draw(local: LocalParameter, model: StageModel, seed: int) -> Tensor:
         std = model.aha_config.init_std
     elif local.name.endswith("norm.weight"):
         return torch.ones(local.shape)
+    elif local.name.endswith(".bias"):
+        return torch.zeros(local.shape)
     else:
         std = model.model_config.init_std
         if local.name.endswith(("linear_proj.weight", "linear_fc2.weight")):

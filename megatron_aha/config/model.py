@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from megatron_aha.config.families import FAMILIES, Family
 
 
 @dataclass
@@ -10,11 +12,15 @@ class RopeScaling:
     """Rotary frequency scaling, under the names that Hugging Face configurations use.
 
     Args:
-        kind: ``llama3`` (Llama 3.1 and later: wavelength-dependent) or ``linear``.
+        kind: ``llama3`` (Llama 3.1 and later: wavelength-dependent), ``yarn``, ``linear``, or ``dynamic`` (which
+            changes nothing up to ``max_position_embeddings``, the longest sequence that can be trained).
         factor: how many times longer the scaled context is.
         low_freq_factor: llama3 only: wavelengths above original length / this are divided by ``factor``.
         high_freq_factor: llama3 only: wavelengths below original length / this are left alone.
-        original_max_position_embeddings: llama3 only: context length in tokens before scaling.
+        original_max_position_embeddings: llama3 and yarn: context length in tokens before scaling.
+        beta_fast: yarn only: pairs that turn more often than this within that length are left alone.
+        beta_slow: yarn only: pairs that turn less often than this are divided by ``factor``.
+        attention_factor: yarn only: factor on rotated queries and keys; None takes ``0.1 ln(factor) + 1``.
     """
 
     kind: str = "llama3"
@@ -22,6 +28,9 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
 
 
 @dataclass
@@ -45,6 +54,8 @@ class ModelConfig:
         init_std: standard deviation of randomly initialised weights.
         attention_dropout: dropout on attention probabilities; kept for the record, only 0 is supported.
         hidden_dropout: dropout after attention and MLP.
+        static_window: keys that the layers of ``windowed_layers`` see, in tokens, including the token itself.
+        windowed_layers: layers, from 0, that see a static window only and have no router.
     """
 
     family: str = "llama"
@@ -63,3 +74,19 @@ class ModelConfig:
     init_std: float = 0.02
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
+    static_window: int | None = None
+    windowed_layers: list[int] = field(default_factory=list)
+
+    @property
+    def traits(self) -> Family:
+        """Where the family's layers differ from Llama's."""
+        return FAMILIES[self.family]
+
+    @property
+    def routed_layers(self) -> list[int]:
+        """Layers, from 0, with full attention, which is where All-or-Here Attention goes."""
+        return [layer for layer in range(self.num_layers) if layer not in self.windowed_layers]
+
+    def window_of(self, layer: int) -> int | None:
+        """Returns the static window of a layer (from 0) in tokens, None where attention is full."""
+        return self.static_window if layer in self.windowed_layers else None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-FAMILIES = ("llama",)
-ROPE_SCALINGS = ("llama3", "linear")
+ROPE_SCALINGS = ("llama3", "linear", "yarn", "dynamic")
 GRANULARITIES = ("head", "kv_group")
 BACKENDS = ("auto", "reference", "torch", "triton", "flash")
 GPU_BACKENDS = ("triton", "flash")

@@ -35,6 +35,12 @@ def convert_to_hf(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--max-shard-gb", type=float, default=5.0, metavar="GB", help="largest safetensors file (default 5)"
     )
+    parser.add_argument(
+        "--format",
+        choices=("aha", "faolmo"),
+        default="aha",
+        help="faolmo: as the authors of AHA released OLMo-2, for their modelling code (no router bias)",
+    )
     options = parser.parse_args(argv)
     dtype = parse_dtype(options.dtype)
     if options.max_shard_gb <= 0:
@@ -47,6 +53,7 @@ def convert_to_hf(argv: Sequence[str]) -> None:
         dtype=dtype,
         shard_bytes=int(options.max_shard_gb * 10**9),
         check=not options.skip_logits_check,
+        authors_format=options.format == "faolmo",
     )
 
 

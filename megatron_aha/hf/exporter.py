@@ -1,4 +1,4 @@
-"""From a checkpoint of ours to a folder that transformers loads: plain Llama, or with our modelling code."""
+"""From a checkpoint of ours to a folder that transformers loads: a model of its own, or with our code."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from megatron_aha.checkpoint.atomic import disk_errors, replace_folder
 from megatron_aha.checkpoint.format import CheckpointReader
 from megatron_aha.checkpoint.index import dtype_name
 from megatron_aha.errors import UserError
-from megatron_aha.hf import exported
-from megatron_aha.hf.llama import write_config
+from megatron_aha.hf.code import write_code
+from megatron_aha.hf.configuration import write_config
+from megatron_aha.hf.faolmo import FaolmoSource, check_faolmo, faolmo_config, fused
 from megatron_aha.hf.mapping import Weight, weights
 from megatron_aha.hf.shards import write_shards
 from megatron_aha.hf.source import CONFIG_FILE, GENERATION_FILE, read_json
 
 SHARD_BYTES = 5 * 10**9
 TOKENIZER_CONFIG = "tokenizer_config.json"
-MODEL_CODE = ("configuration_llama_aha.py", "modeling_llama_aha.py")
 
 
 def export_checkpoint(
@@ -34,6 +34,7 @@ def export_checkpoint(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
     check: bool = True,
+    authors_format: bool = False,
     say: Callable[[str], None] = print,
 ) -> Path:
     """Writes a Hugging Face folder from a checkpoint, and compares the logits in a fresh process.
@@ -44,20 +45,24 @@ def export_checkpoint(
         dtype: of the written weights; None keeps each as it is.
         shard_bytes: largest size of a safetensors file.
         check: compare the logits of both models before the folder gets its name.
+        authors_format: write the format of the AHA authors' release (``megatron_aha.hf.faolmo``), which needs their
+            modelling code.
         say: told what is done and found.
 
     Returns:
         The folder; nothing but torch and transformers is needed to load it.
 
     Raises:
-        UserError: the checkpoint is incomplete, the output is in use, or the logits differ (nothing is left
-            then).
+        UserError: the checkpoint is incomplete, the output is in use, the format cannot hold the model, or the
+            logits differ (nothing is left then).
     """
     output = Path(output)
     reader = CheckpointReader(checkpoint)
     _check_output(output)
     plan = list(weights(reader.model, reader.aha))
     _check_plan(reader, plan)
+    if authors_format:
+        check_faolmo(reader)
     kind = "dense" if reader.aha is None or not reader.aha.enabled else f"AHA, window {reader.aha.window}"
     say(f"exporting {reader.folder}: {reader.model.num_layers} layers, {kind}")
     final = output.resolve()
@@ -66,16 +71,21 @@ def export_checkpoint(
     try:
         with disk_errors(temporary):
             temporary.mkdir(parents=True)
-            _write_companions(reader, temporary, dtype)
-        write_shards(temporary, _read(reader, plan, dtype), shard_bytes)
+            _write_companions(reader, temporary, dtype, authors_format)
+        named = _read(reader, plan, dtype)
+        write_shards(temporary, fused(named) if authors_format else named, shard_bytes)
         if check:
             # Megatron-core takes seconds to import: what is wrong with a checkpoint is told before
             from megatron_aha.parallel.platform import prepare_platform
 
             prepare_platform()
-            from megatron_aha.hf.check import check_export
+            from megatron_aha.hf.check import check_export, check_import
 
-            say(f"logits: {check_export(reader, temporary, dtype)}")
+            if authors_format:
+                # their modelling code is not ours to run: compared with our own reading of the folder
+                say(f"logits: {check_import(reader, FaolmoSource(temporary), dtype)}")
+            else:
+                say(f"logits: {check_export(reader, temporary, dtype)}")
         replace_folder(temporary, final)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -112,7 +122,9 @@ def _read(
         yield from zip(weight.theirs, parts, strict=True)
 
 
-def _write_companions(reader: CheckpointReader, folder: Path, dtype: torch.dtype | None) -> None:
+def _write_companions(
+    reader: CheckpointReader, folder: Path, dtype: torch.dtype | None, authors_format: bool
+) -> None:
     """Writes configuration, generation configuration, tokenizer and, for AHA, the modelling code."""
     source: dict[str, Any] = {}
     if reader.source_dir is not None:
@@ -120,7 +132,10 @@ def _write_companions(reader: CheckpointReader, folder: Path, dtype: torch.dtype
         if (folder / CONFIG_FILE).exists():
             source = read_json(folder / CONFIG_FILE)
     stored = dtype or reader.dtype("embedding.word_embeddings.weight")
-    config = write_config(reader.model, reader.aha, dtype_name(stored), source)
+    if authors_format:
+        config = faolmo_config(reader, dtype_name(stored), source)
+    else:
+        config = write_config(reader.model, reader.aha, dtype_name(stored), source)
     _write_json(folder / CONFIG_FILE, config)
     if not (folder / GENERATION_FILE).exists():
         ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -129,8 +144,7 @@ def _write_companions(reader: CheckpointReader, folder: Path, dtype: torch.dtype
     if (folder / TOKENIZER_CONFIG).exists():
         _write_json(folder / TOKENIZER_CONFIG, _for_all_versions(read_json(folder / TOKENIZER_CONFIG)))
     if "auto_map" in config:
-        for name in MODEL_CODE:
-            shutil.copyfile(Path(exported.__file__).with_name(name), folder / name)
+        write_code(folder, reader.model.family)
 
 
 def _for_all_versions(tokenizer: dict[str, Any]) -> dict[str, Any]:

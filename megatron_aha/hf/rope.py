@@ -12,7 +12,17 @@ DEFAULT_THETA = 10000.0
 # Keys of each scaling beside its type: those our model knows, all required.
 _SCALINGS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
+    "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+# And those that may be left out.
+_OPTIONAL: dict[str, tuple[str, ...]] = {"yarn": ("beta_fast", "beta_slow", "attention_factor")}
+# Variants of a scaling that we do not compute, with the values that change nothing.
+_VARIANTS: dict[str, tuple[Any, ...]] = {
+    "mscale": (None,),
+    "mscale_all_dim": (None,),
+    "truncate": (None, True),
 }
 
 
@@ -26,6 +36,8 @@ def read_rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
         UserError: the scaling is of a type that we do not have, or lacks a value.
     """
     new = config.get("rope_parameters")
+    if new and "full_attention" in new:
+        new = _of_full_attention(new)
     parameters = dict(new or config.get("rope_scaling") or {})
     theta = parameters.pop("rope_theta", None)
     if theta is None:
@@ -41,30 +53,58 @@ def read_rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
         return float(theta), None
     if kind not in _SCALINGS:
         raise UserError(f"RoPE type '{kind}' is not supported; supported are default, {', '.join(_SCALINGS)}")
-    if kind == "llama3":
+    if kind in ("llama3", "yarn"):
         parameters.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
     missing = [key for key in _SCALINGS[kind] if parameters.get(key) is None]
     if missing:
         raise UserError(f"RoPE type '{kind}' lacks {', '.join(missing)} in the source's config.json")
-    return float(theta), RopeScaling(kind=kind, **{key: parameters[key] for key in _SCALINGS[kind]})
+    for key, allowed in _VARIANTS.items():
+        if parameters.get(key) not in allowed:
+            raise UserError(f"RoPE type '{kind}' with {key} = {parameters[key]} is not supported")
+    stated = [key for key in _OPTIONAL.get(kind, ()) if parameters.get(key) is not None]
+    values = {key: parameters[key] for key in (*_SCALINGS[kind], *stated)}
+    return float(theta), RopeScaling(kind=kind, **values)
 
 
-def write_rope(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
-    """Returns a plain Llama's entries, in the older spelling, which transformers 4.57 and 5 both read."""
-    return {"rope_theta": theta, "rope_scaling": _scaling_entries(scaling)}
+def _of_full_attention(by_kind: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings of layers with full attention; the others must have them without scaling."""
+    full = dict(by_kind["full_attention"])
+    windowed = by_kind.get("sliding_attention") or {}
+    theta, kind = windowed.get("rope_theta"), windowed.get("rope_type", "default")
+    if kind != "default" or theta not in (None, full.get("rope_theta")):
+        raise UserError(
+            f"rope_parameters of sliding_attention, type '{kind}' and base {theta}, are not supported: layers with "
+            f"a window must rotate without scaling and with the base of the others, {full.get('rope_theta')}"
+        )
+    return full
 
 
-def write_rope_parameters(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
+def write_rope(theta: float, scaling: RopeScaling | None, by_layer_type: bool) -> dict[str, Any]:
+    """Returns a dense model's entries, in the older spelling, which transformers 4.57 and 5 both read.
+
+    Where rotary settings depend on the kind of layer, 5 would take another base than the stated one for layers
+    with a window, so the newer spelling stands beside it.
+    """
+    older = {"rope_theta": theta, "rope_scaling": _scaling_entries(scaling)}
+    return {**older, **(write_rope_parameters(theta, scaling, True) if by_layer_type else {})}
+
+
+def write_rope_parameters(theta: float, scaling: RopeScaling | None, by_layer_type: bool) -> dict[str, Any]:
     """Returns the entry of a configuration with code of its own, in the newer spelling.
 
-    ``LlamaAHAConfig`` translates it for 4.57. The older one would break ``AutoTokenizer`` of 5, which reads a
-    configuration whose code it may not run as one without sizes, and then wants them for the scaling.
+    The exported configuration translates it for 4.57. The older one would break ``AutoTokenizer`` of 5, which
+    reads a configuration whose code it may not run as one without sizes, and then wants them for the scaling.
     """
-    entries = _scaling_entries(scaling) or {"rope_type": "default"}
-    return {"rope_parameters": {**entries, "rope_theta": theta}}
+    plain = {"rope_type": "default", "rope_theta": theta}
+    scaled = {**(_scaling_entries(scaling) or {"rope_type": "default"}), "rope_theta": theta}
+    if by_layer_type:
+        return {"rope_parameters": {"full_attention": scaled, "sliding_attention": plain}}
+    return {"rope_parameters": scaled}
 
 
 def _scaling_entries(scaling: RopeScaling | None) -> dict[str, Any] | None:
     if scaling is None:
         return None
-    return {"rope_type": scaling.kind, **{key: getattr(scaling, key) for key in _SCALINGS[scaling.kind]}}
+    keys = (*_SCALINGS[scaling.kind], *_OPTIONAL.get(scaling.kind, ()))
+    stated = {key: getattr(scaling, key) for key in keys if getattr(scaling, key) is not None}
+    return {"rope_type": scaling.kind, **stated}

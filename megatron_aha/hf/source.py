@@ -15,7 +15,8 @@ from torch import Tensor
 from megatron_aha.config.aha import AHAConfig
 from megatron_aha.config.model import ModelConfig
 from megatron_aha.errors import UserError
-from megatron_aha.hf.llama import AHA, read_config
+from megatron_aha.hf.code import model_class
+from megatron_aha.hf.configuration import read_config
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -73,10 +74,13 @@ class FolderSource:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.config = read_json(folder / CONFIG_FILE)
-        self.model, self.aha = read_config(self.config)
+        self._read_config(read_json(folder / CONFIG_FILE))
         self._files = self._locate()
         self._handles: dict[str, Any] = {}
+
+    def _read_config(self, config: dict[str, Any]) -> None:
+        self.config = config
+        self.model, self.aha = read_config(config)
 
     def _locate(self) -> dict[str, str]:
         """Returns the file of each weight."""
@@ -84,7 +88,7 @@ class FolderSource:
         if index.exists():
             located = dict(read_json(index)["weight_map"])
         elif single.exists():
-            with _open(single) as handle:
+            with open_shard(single) as handle:
                 return dict.fromkeys(handle.keys(), WEIGHTS_FILE)
         else:
             others = sorted(path.name for path in self.folder.glob("*.bin"))
@@ -95,7 +99,7 @@ class FolderSource:
         for file in sorted(set(located.values())):
             if not (self.folder / file).is_file():
                 raise UserError(f"{index} names {file}, which is missing: download or copy the folder again")
-            with _open(self.folder / file) as handle:
+            with open_shard(self.folder / file) as handle:
                 held = set(handle.keys())
             lacking = sorted(name for name, where in located.items() if where == file and name not in held)
             if lacking:
@@ -114,7 +118,7 @@ class FolderSource:
     def _handle(self, name: str) -> Any:
         file = self._files[name]
         if file not in self._handles:
-            self._handles[file] = _open(self.folder / file)
+            self._handles[file] = open_shard(self.folder / file)
         return self._handles[file]
 
     def carry(self, folder: Path) -> None:
@@ -128,10 +132,8 @@ class FolderSource:
         from transformers import AutoModelForCausalLM
 
         # Our own code for our own architecture: a folder's code is not run to import its weights.
-        if self.config["architectures"][0] == AHA:
-            from megatron_aha.hf.exported.modeling_llama_aha import LlamaAHAForCausalLM
-
-            return LlamaAHAForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
+        if self.aha is not None:
+            return model_class(self.model.family).from_pretrained(self.folder, dtype=torch.float32).eval()
         return AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
 
 
@@ -197,13 +199,20 @@ def open_source(path: str | Path) -> Source:
     """Returns the model at a folder, or in a ``.gguf`` file. Raises UserError when it is neither."""
     path = Path(path)
     if path.is_dir():
-        return FolderSource(path)
+        return _open_folder(path)
     if path.is_file() and path.suffix == ".gguf":
         return GGUFSource(path)
     what = "is neither a folder nor a .gguf file" if path.exists() else "does not exist"
     raise UserError(
         f"--source {path} {what}; give a Hugging Face folder with {CONFIG_FILE} and {WEIGHTS_FILE}"
     )
+
+
+def _open_folder(folder: Path) -> Source:
+    from megatron_aha.hf.faolmo import MODEL_TYPE, FaolmoSource
+
+    kind = read_json(folder / CONFIG_FILE).get("model_type")
+    return FaolmoSource(folder) if kind == MODEL_TYPE else FolderSource(folder)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -219,7 +228,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _open(path: Path) -> Any:
+def open_shard(path: Path) -> Any:
+    """Returns an open safetensors file. Raises UserError when it is damaged."""
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:

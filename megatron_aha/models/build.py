@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_aha.config.aha import AHAConfig
+from megatron_aha.config.families import FAMILIES
 from megatron_aha.config.model import ModelConfig
 from megatron_aha.config.parallel import ParallelConfig
 from megatron_aha.config.training import TrainingConfig
 from megatron_aha.errors import UserError, nearest
-from megatron_aha.models import llama
 from megatron_aha.models.chunks import ModelChunks, StageModel
 from megatron_aha.models.gpt import AHAGPTModel
-
-ConfigBuilder = Callable[[ModelConfig, ParallelConfig, TrainingConfig], TransformerConfig]
-
-FAMILIES: dict[str, ConfigBuilder] = {"llama": llama.transformer_config}
+from megatron_aha.models.transformer import transformer_config
 
 
 def build_model(
@@ -53,4 +48,4 @@ def _transformer_config(
             f"--model.family {model.family} is not one of {', '.join(FAMILIES)}"
             + nearest(model.family, FAMILIES)
         )
-    return FAMILIES[model.family](model, parallel, training)
+    return transformer_config(model, parallel, training)

@@ -17,10 +17,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_aha.attention.packed import PackedBatch
+from megatron_aha.attention.rope import inverse_frequencies
 from megatron_aha.attention.spec import decoder_spec
 from megatron_aha.config.aha import AHAConfig
 from megatron_aha.config.model import ModelConfig
-from megatron_aha.models.rope import inverse_frequencies
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:
@@ -44,7 +44,7 @@ class AHAGPTModel(GPTModel):
         tp_size = parallel_state.get_tensor_model_parallel_world_size()
         super().__init__(
             config=config,
-            transformer_layer_spec=decoder_spec(config, aha, chunk),
+            transformer_layer_spec=decoder_spec(config, model, aha, chunk),
             vocab_size=padded_vocab_size(model.vocab_size, tp_size),
             max_sequence_length=model.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
@@ -57,7 +57,9 @@ class AHAGPTModel(GPTModel):
         self.model_config = model
         self.aha_config = aha
         # Megatron-core's own llama3 scaling fixes all constants but one; ours take them from the model.
-        self.rotary_pos_emb.inv_freq = inverse_frequencies(model).to(self.rotary_pos_emb.inv_freq.device)
+        self.rotary_pos_emb.inv_freq = inverse_frequencies(model, model.rope_scaling).to(
+            self.rotary_pos_emb.inv_freq.device
+        )
         _mark_parallel_parameters(self)
 
     def forward(self, tokens: Tensor, batch: PackedBatch, labels: Tensor | None = None) -> Tensor:
@@ -123,3 +125,7 @@ def _mark_parallel_parameters(model: AHAGPTModel) -> None:
             module.weight.tensor_model_parallel = True
             module.weight.partition_dim = dim
             module.weight.partition_stride = 2 if name.endswith("mlp.linear_fc1") else 1
+        if dim == 0 and getattr(module, "bias", None) is not None:
+            module.bias.tensor_model_parallel = True
+            module.bias.partition_dim = 0
+            module.bias.partition_stride = 1

@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Iterator
 
+from megatron_aha.config.families import FAMILIES
 from megatron_aha.config.parse import to_yaml
 from megatron_aha.config.run import RunConfig
 from megatron_aha.config.validate import problems
@@ -52,6 +53,8 @@ def dry_run_report(config: RunConfig, world_size: int, has_gpu: bool | None = No
 
 def _can_be_counted(config: RunConfig) -> bool:
     """Returns whether every size is positive; what does not divide is still counted, rounded down."""
+    if config.model.family not in FAMILIES:
+        return False
     sizes = [
         config.model.num_layers,
         config.model.hidden_size,

@@ -13,7 +13,8 @@ exact
   router gradient needs the output of both choices for every token-head, so its forward pass sees every
   pair; the sampled one sees them for its share of the token-heads. The backward pass follows the routes
   alone. What a backend computes beyond that (the ``torch`` one does) is overhead, not work done.
-- *dense equivalent* is the same step with full attention everywhere and no router.
+- *dense equivalent* is the same step with full attention everywhere and no router; layers with a static window
+  keep it in both.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def router_flops_per_token(model: ModelConfig, aha: AHAConfig) -> int:
     if not aha.enabled:
         return 0
     routers = model.num_attention_heads if aha.granularity == "head" else model.num_query_groups
-    return 2 * model.num_layers * model.hidden_size * routers
+    return 2 * len(model.routed_layers) * model.hidden_size * routers
 
 
 def step_flops(
@@ -87,24 +88,26 @@ def step_flops(
             0 to 1.
         frozen: only routers are trained.
     """
-    tokens = all_pairs = here_pairs = 0
+    tokens = all_pairs = here_pairs = static_pairs = 0
     for length in document_lengths:
         tokens += length
         all_pairs += causal_pairs(length)
         here_pairs += window_pairs(length, aha.window, aha.num_sink_tokens)
-    per_pair = (
-        4 * model.head_dim * model.num_attention_heads * model.num_layers
-    )  # query x key, then weight x value
-    linear = tokens * linear_flops_per_token(model)
+        static_pairs += window_pairs(length, model.static_window) if model.static_window else 0
+    # query x key, then weight x value
+    per_pair_and_layer = 4 * model.head_dim * model.num_attention_heads
+    per_pair = per_pair_and_layer * len(model.routed_layers)
     linear_passes = 2 if frozen else 3
-    dense = linear_passes * linear + 3 * per_pair * all_pairs
+    fixed = linear_passes * tokens * linear_flops_per_token(model)
+    fixed += 3 * per_pair_and_layer * len(model.windowed_layers) * static_pairs
+    dense = fixed + 3 * per_pair * all_pairs
     if not aha.enabled:
         return FlopCount(dense, dense)
     routed = here_pairs + usage_beyond_window * (all_pairs - here_pairs)
     both = _share_with_both_outputs(aha.router_grad)
     forward = routed + both * (all_pairs - routed)
     routers = 3 * tokens * router_flops_per_token(model, aha)
-    return FlopCount(linear_passes * linear + routers + per_pair * (forward + 2 * routed), dense)
+    return FlopCount(fixed + routers + per_pair * (forward + 2 * routed), dense)
 
 
 def _share_with_both_outputs(router_grad: str) -> float:

@@ -160,7 +160,7 @@ class TrainingEngine:
     def _pack(self, micro_batch: MicroBatch, tokens: float, seed: int) -> PackedBatch:
         weight = 0.0
         if self.tracker is not None:
-            routers = self.tracker.sums.size(0) * self.tracker.sums.size(1)
+            routers = len(self.config.model.routed_layers) * self.tracker.sums.size(1)
             weight = self.config.aha.loss_coefficient * self.replicas / (tokens * routers)
         return pack(
             micro_batch.position_ids,

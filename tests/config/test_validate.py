@@ -216,8 +216,8 @@ SP = {TP: 2, "parallel.sequence_parallel": "true"}
         (1, {"model.family": "lama"}, "did you mean 'llama'?"),
         (
             1,
-            {"model.rope_scaling.kind": "yarn"},
-            "--model.rope_scaling.kind 'yarn' is not one of llama3, linear",
+            {"model.rope_scaling.kind": "longrope"},
+            "--model.rope_scaling.kind 'longrope' is not one of llama3, linear, yarn, dynamic",
         ),
         (
             1,

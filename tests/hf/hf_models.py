@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def make_llama(**options: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**{**SIZES, **options})).eval()
 
 
-def make_aha(attention: str = "sdpa", **options: Any) -> LlamaAHAForCausalLM:
+def make_aha(attention: str | None = "sdpa", **options: Any) -> LlamaAHAForCausalLM:
     """Returns a random AHA Llama in fp32 whose routers are undecided: about half of the routes are 1."""
     torch.manual_seed(0)
     sizes = {**SIZES, "aha_window": WINDOW, "aha_bias": True, **options}
@@ -43,6 +44,47 @@ def make_aha(attention: str = "sdpa", **options: Any) -> LlamaAHAForCausalLM:
     for name, parameter in model.named_parameters():
         if ".router." in name:
             torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+# What a family's configuration says beside SIZES. Four layers, so that OLMo-3 has one with full attention;
+# the window of layers that are windowed already is not AHA's.
+LAYERS = 4
+STATIC = 5
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {},
+    "qwen3": {},
+    "olmo2": {},
+    "olmo3": {"sliding_window": STATIC, "rope_theta": 500000.0},
+}
+
+
+def make_family(family: str, routed: bool = False, attention: str = "sdpa", **options: Any) -> Any:
+    """Returns a random model of a family in fp32, with norms and biases that are not 1 and 0."""
+    import transformers
+
+    from megatron_aha.hf.families import FAMILIES as KNOWN
+
+    torch.manual_seed(0)
+    prefix = KNOWN[family].prefix
+    sizes = {**SIZES, "num_hidden_layers": LAYERS, **FAMILIES[family], **options}
+    if routed:
+        sizes = {"aha_window": WINDOW, "aha_bias": True, **sizes}
+        package = "megatron_aha.hf.exported"
+        configuration = importlib.import_module(f"{package}.configuration_{family}_aha")
+        modeling = importlib.import_module(f"{package}.modeling_{family}_aha")
+        config = getattr(configuration, f"{prefix}AHAConfig")(attn_implementation=attention, **sizes)
+        model = getattr(modeling, f"{prefix}AHAForCausalLM")(config).eval()
+    else:
+        config = getattr(transformers, f"{prefix}Config")(attn_implementation=attention, **sizes)
+        model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    for name, parameter in model.named_parameters():
+        if ".router." in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+        elif parameter.dim() == 1:
+            parameter.data += 0.3 * torch.randn(parameter.shape)
     return model
 
 

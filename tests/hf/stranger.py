@@ -43,7 +43,7 @@ def visit(folder: str, expected: str, save_to: str | None) -> dict[str, object]:
         found["tokens"] = len(tokenizer)
         inputs = tokenizer("w5 w6", return_tensors="pt")
         found["text"] = tokenizer.decode(model.generate(**inputs, max_new_tokens=1, do_sample=False)[0])
-    if found["class"] == "LlamaAHAForCausalLM":
+    if "AHA" in found["class"]:
         found["usage"] = model(tokens, output_router_stats=True).router_usage.tolist()
         # the decoder alone, as for embeddings
         found["decoder"] = type(AutoModel.from_pretrained(folder, trust_remote_code=True)).__name__

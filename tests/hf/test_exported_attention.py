@@ -10,7 +10,8 @@ from hf_models import WINDOW, make_aha, make_llama, random_tokens, set_routes
 from torch import Tensor
 
 from megatron_aha.hf.exported.configuration_llama_aha import LlamaAHAConfig
-from megatron_aha.hf.exported.modeling_llama_aha import CACHE_FIELD, LlamaAHAForCausalLM
+from megatron_aha.hf.exported.modeling_aha import CACHE_FIELD
+from megatron_aha.hf.exported.modeling_llama_aha import LlamaAHAForCausalLM
 
 ATTENTIONS = ("eager", "sdpa")
 TOLERANCE = 1e-5

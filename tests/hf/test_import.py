@@ -16,8 +16,8 @@ from megatron_aha.checkpoint.format import CheckpointReader, CheckpointWriter
 from megatron_aha.config.aha import AHAConfig
 from megatron_aha.config.model import ModelConfig, RopeScaling
 from megatron_aha.errors import UserError
+from megatron_aha.hf.configuration import read_config, write_config
 from megatron_aha.hf.importer import import_checkpoint
-from megatron_aha.hf.llama import read_config, write_config
 from megatron_aha.hf.rope import read_rope, write_rope, write_rope_parameters
 
 LLAMA3 = {
@@ -26,6 +26,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0, "attention_factor": 1.5}
 
 
 @pytest.fixture
@@ -54,21 +55,35 @@ def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"architectures": ["GptOssForCausalLM"]}, "architecture 'GptOssForCausalLM' is not supported"),
+        ({"architectures": ["GptOssForCausalLM"]}, "'GptOssForCausalLM' is not supported, .*attention sinks"),
+        ({"architectures": ["MixtralForCausalLM"]}, "mixture of experts"),
+        ({"architectures": ["DeepseekV3ForCausalLM"]}, "multi-head latent attention"),
+        ({"num_local_experts": 8}, "num_local_experts = 8"),
+        ({"kv_lora_rank": 512}, "kv_lora_rank = 512"),
         ({"architectures": ["LlamaForCausalLm"]}, "did you mean 'LlamaForCausalLM'"),
         ({"architectures": None, "model_type": "mamba"}, "architecture 'mamba' is not supported"),
         ({"attention_bias": True}, "attention_bias = True"),
         ({"mlp_bias": True}, "mlp_bias = True"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "RoPE type 'yarn'"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE type 'dynamic'"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "longrope", "factor": 4.0}}, "type 'longrope'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, "truncate = False"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "RoPE type 'dynamic' lacks factor"),
         (
             {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}},
             "lacks low_freq_factor, high_freq_factor",
         ),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, "sliding_window = 4096"),
+        (
+            {
+                "architectures": ["Olmo3ForCausalLM"],
+                "rope_parameters": {
+                    "full_attention": {"rope_theta": 5e5},
+                    "sliding_attention": {"rope_theta": 1e4},
+                },
+            },
+            "sliding_attention, type 'default' and base 10000.0, are not supported",
+        ),
         ({"hidden_size": None}, "gives no hidden_size"),
     ],
 )
@@ -96,21 +111,38 @@ def test_what_the_model_would_not_compute_is_refused_by_name_before_reading_weig
         ({"rope_theta": 5e5, "rope_scaling": None}, None),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, None),
         ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}}, RopeScaling("linear", 4.0)),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"type": "dynamic", "factor": 4.0}},
+            RopeScaling("dynamic", 4.0),
+        ),
+        ({"rope_theta": 5e5, "rope_scaling": {"rope_type": "yarn", **YARN}}, RopeScaling("yarn", **YARN)),
+        (
+            {
+                "rope_theta": 5e5,
+                "rope_scaling": {"type": "yarn", "factor": 4.0},
+                "max_position_embeddings": 99,
+            },
+            RopeScaling("yarn", 4.0, original_max_position_embeddings=99),
+        ),
     ],
 )
 def test_rope_is_read_and_written_in_both_spellings(
     spelling: dict[str, Any], expected: RopeScaling | None
 ) -> None:
     assert read_rope(spelling) == (5e5, expected)
-    assert read_rope(write_rope(5e5, expected)) == (5e5, expected)
-    assert read_rope(write_rope_parameters(5e5, expected)) == (5e5, expected)
+    for by_layer_type in (True, False):
+        assert read_rope(write_rope(5e5, expected, by_layer_type)) == (5e5, expected)
+        assert read_rope(write_rope_parameters(5e5, expected, by_layer_type)) == (5e5, expected)
 
 
 @pytest.mark.parametrize("old_spelling", [True, False])
-def test_logits_agree_at_the_last_position_under_scaled_rope(tmp_path: Path, old_spelling: bool) -> None:
+@pytest.mark.parametrize("kind", ["llama3", "yarn", "linear"])
+def test_logits_agree_at_the_last_position_under_scaled_rope(
+    tmp_path: Path, old_spelling: bool, kind: str
+) -> None:
     from megatron_aha.hf.check import trainer_logits
 
-    scaling = {"rope_type": "llama3", **LLAMA3}
+    scaling = {"rope_type": kind, **{"llama3": LLAMA3, "yarn": YARN, "linear": {"factor": 4.0}}[kind]}
     model = make_llama(rope_theta=5e5, rope_scaling=dict(scaling))
     model.save_pretrained(tmp_path / "hf")
     old = {"rope_theta": 5e5, "rope_scaling": scaling, "rope_parameters": None}

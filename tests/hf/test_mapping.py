@@ -18,7 +18,8 @@ from megatron_aha.config.training import TrainingConfig
 from megatron_aha.hf.check import trainer_logits
 from megatron_aha.hf.exporter import export_checkpoint
 from megatron_aha.hf.importer import import_checkpoint
-from megatron_aha.hf.mapping import QKV, weights
+from megatron_aha.hf.mapping import weights
+from megatron_aha.hf.rules import QKV
 from megatron_aha.hf.source import open_source
 from megatron_aha.testing.distributed import run_distributed
 

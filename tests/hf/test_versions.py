@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hf_models import make_aha, make_llama, random_tokens, save_tokenizer
+from hf_models import make_aha, make_family, make_llama, random_tokens, save_tokenizer
 from safetensors.torch import save_file
 
 from megatron_aha.hf.exporter import export_checkpoint
@@ -38,6 +38,12 @@ MODELS = {
     "aha_tied": lambda: make_aha(tie_word_embeddings=True, aha_bias=False),
     "aha_untied": lambda: make_aha(**ROPE, aha_num_sink_tokens=2),
     "aha_group": lambda: make_aha(aha_granularity="kv_group"),
+    "aha_qwen2": lambda: make_family("qwen2", True),
+    "aha_qwen3_tied": lambda: make_family("qwen3", True, tie_word_embeddings=True),
+    "aha_olmo2": lambda: make_family("olmo2", True),
+    "aha_olmo3": lambda: make_family("olmo3", True),
+    "dense_olmo3": lambda: make_family("olmo3"),
+    "aha_mistral": lambda: make_family("mistral", True),
 }
 
 
@@ -100,11 +106,15 @@ def judge(answer: dict[str, Any], folders: list[str]) -> None:
         assert found["difference"] <= 1e-5, folder
         assert found["cached_equals_uncached"], folder
         assert found["tied"] == ("_tied" in name), folder
-        assert found["class"] == ("LlamaAHAForCausalLM" if "aha" in name else "LlamaForCausalLM"), folder
+        prefix = next(
+            (known for known in ("Qwen2", "Qwen3", "Olmo2", "Olmo3", "Mistral") if known.lower() in name),
+            "Llama",
+        )
+        assert found["class"] == prefix + ("AHAForCausalLM" if "aha" in name else "ForCausalLM"), folder
         if folder == name:
             assert found["tokens"] == 300 and found["text"].startswith("w5 w6 "), folder
         if "aha" in name:
-            assert found["decoder"] == "LlamaAHAModel"
+            assert found["decoder"] == prefix + "AHAModel"
             assert len(found["usage"][0]) == (2 if "group" in name else 4)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_aha.config.names import FAMILIES, ROPE_SCALINGS
+from megatron_aha.config.families import FAMILIES
+from megatron_aha.config.names import ROPE_SCALINGS
 from megatron_aha.config.rules.common import above_zero, alternatives, at_least, one_of
 from megatron_aha.config.run import RunConfig
 
@@ -12,7 +13,7 @@ from megatron_aha.config.run import RunConfig
 def model_problems(config: RunConfig) -> Iterator[str]:
     """Yields a sentence for every size that no model can have."""
     model = config.model
-    yield from one_of(config, "model.family", FAMILIES)
+    yield from one_of(config, "model.family", list(FAMILIES))
     sizes = (
         "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups head_dim vocab_size "
         "max_position_embeddings"
@@ -38,6 +39,32 @@ def model_problems(config: RunConfig) -> Iterator[str]:
         yield f"--model.hidden_dropout is {model.hidden_dropout}, and must be at least 0 and below 1"
     if model.rope_scaling is not None:
         yield from _rope_problems(config)
+    yield from _window_problems(config)
+
+
+def _window_problems(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    strangers = [layer for layer in model.windowed_layers if not 0 <= layer < model.num_layers]
+    if strangers:
+        yield (
+            f"--model.windowed_layers names layer {strangers[0]}, but --model.num_layers {model.num_layers} "
+            f"means layers 0 to {model.num_layers - 1}"
+        )
+    if model.windowed_layers and (model.static_window is None or model.static_window < 1):
+        yield (
+            f"--model.static_window is {model.static_window}, but --model.windowed_layers names "
+            f"{len(model.windowed_layers)} layers that see no more; use 1 or more, the token itself included"
+        )
+    if model.static_window is not None and not model.windowed_layers:
+        yield (
+            f"--model.static_window {model.static_window} holds for no layer; name them in "
+            "--model.windowed_layers, or leave it null (the router's window is --aha.window)"
+        )
+    if config.aha.enabled and model.windowed_layers and not model.routed_layers:
+        yield (
+            f"--aha.enabled true has nothing to route: all {model.num_layers} layers of --model.family "
+            f"{model.family} see a static window of {model.static_window}; set --aha.enabled false"
+        )
 
 
 def _rope_problems(config: RunConfig) -> Iterator[str]:
@@ -45,6 +72,11 @@ def _rope_problems(config: RunConfig) -> Iterator[str]:
     assert scaling is not None
     yield from one_of(config, "model.rope_scaling.kind", ROPE_SCALINGS)
     yield from above_zero(config, ["model.rope_scaling.factor"])
+    if scaling.kind == "yarn" and not 0 < scaling.beta_slow < scaling.beta_fast:
+        yield (
+            f"--model.rope_scaling.beta_slow {scaling.beta_slow} must be above 0 and below "
+            f"--model.rope_scaling.beta_fast {scaling.beta_fast}"
+        )
     if scaling.kind == "llama3" and not 0 < scaling.low_freq_factor < scaling.high_freq_factor:
         yield (
             f"--model.rope_scaling.low_freq_factor {scaling.low_freq_factor} must be above 0 and below "

@@ -1,22 +1,7 @@
-"""Llama with All-or-Here Attention (arXiv 2512.22562), for transformers 4.57 to 5.
-
-Each head has a router that chooses per token between *all* (causal attention) and *here* (a sliding window).
-"""
+"""Llama with All-or-Here Attention (arXiv 2512.22562), for transformers 4.57 to 5."""
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import dataclass, fields
-from typing import Any
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache
-from transformers.masking_utils import create_causal_mask
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaForCausalLM,
     LlamaMLP,
@@ -24,435 +9,43 @@ from transformers.models.llama.modeling_llama import (
     LlamaPreTrainedModel,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
-    eager_attention_forward,
 )
-from transformers.utils import can_return_tuple
 
 from .configuration_llama_aha import LlamaAHAConfig
-
-# What differs between the supported versions of transformers is here and nowhere else: the name of the cache
-# in outputs, and the arguments of the mask's function (4.57: past_key_values and cache_position; 5: cache).
-CACHE_FIELD = (
-    "cache" if "cache" in {field.name for field in fields(CausalLMOutputWithPast)} else "past_key_values"
-)
-_MASK_ARGUMENTS = frozenset(inspect.signature(create_causal_mask).parameters)
+from .modeling_aha import AHAAttention, AHACausalLM, AHADecoder, AHAPreTrained, PreNormLayer
 
 
-def causal_mask(
-    config: LlamaAHAConfig,
-    embeddings: Tensor,
-    attention_mask: Tensor | None,
-    cache: Any,
-    query_index: Tensor,
-    position_ids: Tensor,
-) -> Tensor | None:
-    """Returns transformers' own causal mask of *all*, in the form that the attention implementation takes.
-
-    That is bool ``[batch or 1, 1, queries, keys]`` or None for sdpa, additive of the same shape for eager.
-    """
-    given = {
-        "config": config,
-        "inputs_embeds": embeddings,
-        "input_embeds": embeddings,
-        "attention_mask": attention_mask,
-        "cache": cache,
-        "past_key_values": cache,
-        "cache_position": query_index,
-        "position_ids": position_ids,
-    }
-    return create_causal_mask(**{name: value for name, value in given.items() if name in _MASK_ARGUMENTS})
+class LlamaAHAAttention(AHAAttention):
+    """Llama's projections; each token of each head sees *all* keys or those *here*."""
 
 
-@dataclass
-class LlamaAHAModelOutput(BaseModelOutputWithPast):
-    """Hidden states and what the routers saw.
+class LlamaAHADecoderLayer(PreNormLayer):
+    """Llama's decoder layer."""
 
-    Args:
-        router_logits: per layer, fp32 ``[batch, tokens, routers]``.
-        token_mask: which tokens are real, not padding, bool ``[batch, tokens]``.
-        beyond_window: which tokens see a key beyond their window, bool ``[batch, tokens]``; only with
-            ``output_router_stats=True``.
-    """
-
-    router_logits: tuple[Tensor, ...] | None = None
-    token_mask: Tensor | None = None
-    beyond_window: Tensor | None = None
+    attention_class = LlamaAHAAttention
+    mlp_class = LlamaMLP
+    norm_class = LlamaRMSNorm
 
 
-@dataclass
-class LlamaAHACausalLMOutput(CausalLMOutputWithPast):
-    """Logits and, with ``output_router_stats=True``, the routers' statistics; padding never counts.
-
-    Args:
-        router_loss: mean sigmoid(logit) over the tokens that carry loss; with ``labels`` only.
-        routes: per layer, bool ``[batch, tokens, routers]``: True is *all*.
-        router_usage: share of tokens that used *all*, ``[layers, routers]``.
-        router_usage_beyond_window: the same among tokens that have a key beyond their window.
-    """
-
-    router_loss: Tensor | None = None
-    routes: tuple[Tensor, ...] | None = None
-    router_usage: Tensor | None = None
-    router_usage_beyond_window: Tensor | None = None
-
-
-def here_mask(
-    all_mask: Tensor | None, query_index: Tensor, num_keys: int, window: int, num_sink_tokens: int
-) -> Tensor:
-    """Returns the mask of *here*, bool ``[batch or 1, 1, queries, keys]``, or additive when `all_mask` is.
-
-    Args:
-        all_mask: the mask of *all*: bool, additive, or None for plain causal attention.
-        query_index: place of each query among the keys, ``[queries]``.
-        num_keys: keys, those of the cache included.
-        window: keys seen, the token itself included.
-        num_sink_tokens: first visible keys of each query that are seen too.
-    """
-    key_index = torch.arange(num_keys, device=query_index.device)
-    query_index = query_index[:, None]
-    near = key_index > query_index - window  # [queries, keys]
-    if all_mask is None:
-        visible = (key_index <= query_index)[None, None]
-    else:
-        all_mask = all_mask[..., :num_keys]
-        visible = all_mask if all_mask.dtype == torch.bool else all_mask > torch.finfo(all_mask.dtype).min / 2
-    if num_sink_tokens > 0:
-        first = visible.int().argmax(dim=-1, keepdim=True)  # [batch or 1, 1, queries, 1]
-        near = near | (key_index < first + num_sink_tokens)
-    if all_mask is None or all_mask.dtype == torch.bool:
-        return visible & near
-    return all_mask.masked_fill(~near, torch.finfo(all_mask.dtype).min)
-
-
-class LlamaAHAAttention(nn.Module):
-    """Multi-head attention in which each token of each head sees *all* keys or those *here*."""
-
-    def __init__(self, config: LlamaAHAConfig, layer_idx: int) -> None:
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.head_dim = config.head_dim
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling = self.head_dim**-0.5
-        self.attention_dropout = config.attention_dropout
-        self.is_causal = True
-        heads, groups = config.num_attention_heads, config.num_key_value_heads
-        self.q_proj = nn.Linear(config.hidden_size, heads * self.head_dim, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, groups * self.head_dim, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, groups * self.head_dim, bias=config.attention_bias)
-        self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=config.attention_bias)
-        self.router = nn.Linear(config.hidden_size, config.num_routers, bias=config.aha_bias)
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Tensor | None,
-        query_index: Tensor,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Returns output ``[batch, queries, hidden]``, attention weights (eager only) and router logits.
-
-        Args:
-            hidden_states: after the input norm, ``[batch, queries, hidden]``.
-            position_embeddings: cosine and sine.
-            attention_mask: of *all*, as `causal_mask` returns it.
-            query_index: place of each query among the keys, ``[queries]``.
-            past_key_values: the cache, or None.
-            kwargs: for the attention implementation.
-        """
-        batch, queries, _ = hidden_states.shape
-        logits = self.route_logits(hidden_states)  # [batch, queries, routers]
-        shape = (batch, queries, -1, self.head_dim)
-        query = self.q_proj(hidden_states).view(shape).transpose(1, 2)  # [batch, heads, queries, head_dim]
-        key = self.k_proj(hidden_states).view(shape).transpose(1, 2)  # [batch, groups, queries, head_dim]
-        value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
-        cos, sin = position_embeddings
-        query, key = apply_rotary_pos_emb(query, key, cos, sin)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx, {"cache_position": query_index})
-
-        def attend(mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-            name = self.config._attn_implementation
-            function = eager_attention_forward if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
-            dropout = self.attention_dropout if self.training else 0.0
-            return function(self, query, key, value, mask, dropout=dropout, scaling=self.scaling, **kwargs)
-
-        output, weights = attend(attention_mask)  # [batch, queries, heads, head_dim]
-        if key.shape[2] > self.config.aha_window:
-            near = here_mask(
-                attention_mask,
-                query_index,
-                key.shape[2],
-                self.config.aha_window,
-                self.config.aha_num_sink_tokens,
-            )
-            here, here_weights = attend(near)
-            route = self.straight_through(logits).to(output.dtype)[..., None]  # [batch, queries, heads, 1]
-            output = route * output + (1 - route) * here
-            if weights is not None and here_weights is not None:
-                by_head = route.transpose(1, 2)  # [batch, heads, queries, 1]
-                weights = by_head * weights + (1 - by_head) * here_weights
-        return self.o_proj(output.reshape(batch, queries, -1)), weights, logits
-
-    def route_logits(self, hidden_states: Tensor) -> Tensor:
-        """Returns the router's logits in fp32, under autocast too, ``[batch, queries, routers]``."""
-        with torch.autocast(hidden_states.device.type, enabled=False):
-            bias = None if self.router.bias is None else self.router.bias.float()
-            return F.linear(hidden_states.float(), self.router.weight.float(), bias)
-
-    def straight_through(self, logits: Tensor) -> Tensor:
-        """Returns hard routes 0 and 1 ``[batch, queries, heads]`` whose gradient goes to sigmoid(logit)."""
-        soft = logits.sigmoid()
-        route = (logits > 0).to(soft.dtype) + (soft - soft.detach())
-        return route.repeat_interleave(self.config.num_attention_heads // route.shape[-1], dim=-1)
-
-
-class LlamaAHADecoderLayer(GradientCheckpointingLayer):
-    """Llama's decoder layer; the router's logits are returned, so that gradient checkpointing keeps them."""
-
-    def __init__(self, config: LlamaAHAConfig, layer_idx: int) -> None:
-        super().__init__()
-        self.self_attn = LlamaAHAAttention(config, layer_idx)
-        self.mlp = LlamaMLP(config)
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Returns hidden states ``[batch, queries, hidden]``, attention weights or None, router logits."""
-        attended, weights, logits = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
-        hidden_states = hidden_states + attended
-        hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
-        return hidden_states, weights, logits
-
-
-class LlamaAHAPreTrainedModel(LlamaPreTrainedModel):
-    """What both models share; we compute masks, so only implementations that take masks are allowed."""
+class LlamaAHAPreTrainedModel(AHAPreTrained, LlamaPreTrainedModel):
+    """What both models share."""
 
     config_class = LlamaAHAConfig
     _no_split_modules = ["LlamaAHADecoderLayer"]
-    _supports_flash_attn = False
-    _supports_flex_attn = False
-    _can_record_outputs: dict[str, Any] = {}
 
 
-class LlamaAHAModel(LlamaAHAPreTrainedModel, LlamaModel):
+class LlamaAHAModel(AHADecoder, LlamaAHAPreTrainedModel, LlamaModel):
     """The decoder without its head."""
 
-    def __init__(self, config: LlamaAHAConfig) -> None:
-        LlamaPreTrainedModel.__init__(self, config)
-        self.padding_idx = config.pad_token_id
-        self.vocab_size = config.vocab_size
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
-        self.layers = nn.ModuleList(
-            LlamaAHADecoderLayer(config, index) for index in range(config.num_hidden_layers)
-        )
-        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = LlamaRotaryEmbedding(config=config)
-        self.gradient_checkpointing = False
-        self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        cache: Any = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        output_router_stats: bool = False,
-        **kwargs: Any,
-    ) -> LlamaAHAModelOutput:
-        """Returns hidden states and the router's logits; arguments are those of transformers' Llama.
-
-        Args:
-            input_ids: ``[batch, queries]``, or `inputs_embeds` instead.
-            attention_mask: 1 for real tokens, ``[batch, keys]``, or a prepared mask of four dimensions.
-            position_ids: ``[batch, queries]``.
-            past_key_values: the cache under its name until transformers 5.
-            inputs_embeds: ``[batch, queries, hidden]``.
-            use_cache: make a cache when none is given.
-            cache: the cache under its newer name.
-            output_attentions: return attention weights, which only the eager implementation has.
-            output_hidden_states: return the input of each layer and the final states.
-            output_router_stats: find out which tokens have a key beyond their window.
-            kwargs: for the attention implementation.
-        """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give exactly one of input_ids and inputs_embeds")
-        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        cache = past_key_values if cache is None else cache
-        checkpointing = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-        if checkpointing:
-            cache, use_cache = None, False
-        if cache is None and (self.config.use_cache if use_cache is None else use_cache):
-            cache = DynamicCache(config=self.config)
-        query_index = kwargs.pop("cache_position", None)
-        if query_index is None:
-            seen = 0 if cache is None else cache.get_seq_length()
-            query_index = torch.arange(hidden_states.shape[1], device=hidden_states.device) + seen
-        if position_ids is None:
-            position_ids = query_index[None]
-        mask = causal_mask(self.config, hidden_states, attention_mask, cache, query_index, position_ids)
-        position_embeddings = self.rotary_emb(hidden_states, position_ids)
-        kwargs.pop("return_dict", None)
-        keep_attentions = self.config.output_attentions if output_attentions is None else output_attentions
-        keep_states = (
-            self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        )
-        states, attentions, router_logits = [], [], []
-        for layer in self.layers[: self.config.num_hidden_layers]:
-            states.append(hidden_states)
-            hidden_states, weights, logits = layer(
-                hidden_states,
-                position_embeddings=position_embeddings,
-                attention_mask=mask,
-                query_index=query_index,
-                past_key_values=cache,
-                **kwargs,
-            )
-            attentions.append(weights)
-            router_logits.append(logits)
-        hidden_states = self.norm(hidden_states)
-        return LlamaAHAModelOutput(
-            last_hidden_state=hidden_states,
-            hidden_states=(*states, hidden_states) if keep_states else None,
-            attentions=tuple(attentions) if keep_attentions else None,
-            router_logits=tuple(router_logits),
-            token_mask=real_tokens(attention_mask, hidden_states, query_index),
-            beyond_window=self.beyond_window(mask, query_index) if output_router_stats else None,
-            **{CACHE_FIELD: cache},
-        )
-
-    def beyond_window(self, all_mask: Tensor | None, query_index: Tensor) -> Tensor:
-        """Returns which queries see a key beyond their window, bool ``[batch or 1, queries]``."""
-        reach = self.config.aha_window + self.config.aha_num_sink_tokens
-        if all_mask is None:
-            return (query_index >= reach)[None]
-        visible = all_mask if all_mask.dtype == torch.bool else all_mask > torch.finfo(all_mask.dtype).min / 2
-        key_index = torch.arange(all_mask.shape[-1], device=all_mask.device)
-        visible = visible & (key_index <= query_index[:, None])
-        return visible.sum(dim=-1)[:, 0] > reach
+    layer_class = LlamaAHADecoderLayer
+    norm_class = LlamaRMSNorm
+    rotary_class = LlamaRotaryEmbedding
 
 
-def real_tokens(attention_mask: Tensor | None, hidden_states: Tensor, query_index: Tensor) -> Tensor:
-    """Returns which queries are real tokens and not padding, bool ``[batch, queries]``."""
-    batch, queries, _ = hidden_states.shape
-    if attention_mask is None:
-        return torch.ones(batch, queries, dtype=torch.bool, device=hidden_states.device)
-    if attention_mask.dim() == 2:
-        return attention_mask[:, -queries:].bool()
-    # In a prepared mask a real token sees itself.
-    mine = query_index[None, None, :, None].expand(attention_mask.shape[0], 1, -1, 1)
-    seen = attention_mask.gather(-1, mine)[:, 0, :, 0]  # [batch or 1, queries]
-    visible = seen if seen.dtype == torch.bool else seen > torch.finfo(seen.dtype).min / 2
-    return visible.expand(batch, -1)
-
-
-class LlamaAHAForCausalLM(LlamaAHAPreTrainedModel, LlamaForCausalLM):
+class LlamaAHAForCausalLM(AHACausalLM, LlamaAHAPreTrainedModel, LlamaForCausalLM):
     """The language model; everything but the attention is transformers' Llama."""
 
-    def __init__(self, config: LlamaAHAConfig) -> None:
-        LlamaPreTrainedModel.__init__(self, config)
-        self.model = LlamaAHAModel(config)
-        self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        output_router_stats: bool = False,
-        **kwargs: Any,
-    ) -> LlamaAHACausalLMOutput:
-        """Returns logits ``[batch, queries, vocab]`` and, with labels, LM loss + coefficient * router loss.
-
-        Args:
-            input_ids: ``[batch, queries]``, or `inputs_embeds` instead.
-            attention_mask: 1 for real tokens, ``[batch, keys]``.
-            position_ids: ``[batch, queries]``.
-            past_key_values: the cache; transformers 5 calls it ``cache``.
-            inputs_embeds: ``[batch, queries, hidden]``.
-            labels: token ids, -100 where there is no loss, ``[batch, queries]``; shifted here.
-            use_cache: make a cache when none is given.
-            logits_to_keep: compute logits of the last so many tokens, or of these indices; 0 means all.
-            output_router_stats: return routes and usage as well.
-            kwargs: as in transformers' Llama.
-        """
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            output_router_stats=output_router_stats,
-            **{name: value for name, value in kwargs.items() if name != "num_items_in_batch"},
-        )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
-        loss = router_loss = None
-        if labels is not None:
-            count = kwargs.get("num_items_in_batch")
-            lm_loss = self.loss_function(
-                logits=logits, labels=labels, vocab_size=self.config.vocab_size, num_items_in_batch=count
-            )
-            carries = F.pad(labels[:, 1:] != -100, (0, 1)) & outputs.token_mask.to(labels.device)
-            router_loss = mean_probability(outputs.router_logits, carries, count)
-            loss = lm_loss + self.config.aha_loss_coefficient * router_loss
-        routes = usage = beyond = None
-        if output_router_stats:
-            routes = tuple(layer > 0 for layer in outputs.router_logits)
-            usage = mean_route(routes, outputs.token_mask)
-            beyond = mean_route(routes, outputs.token_mask & outputs.beyond_window)
-        return LlamaAHACausalLMOutput(
-            loss=loss,
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            router_loss=router_loss,
-            routes=routes,
-            router_usage=usage,
-            router_usage_beyond_window=beyond,
-            **{CACHE_FIELD: getattr(outputs, CACHE_FIELD)},
-        )
-
-
-def mean_probability(
-    router_logits: tuple[Tensor, ...], carries: Tensor, count: Tensor | int | None
-) -> Tensor:
-    """Returns the router loss, mean sigmoid(logit) over the tokens that carry loss, over heads and layers.
-
-    Args:
-        router_logits: per layer, ``[batch, tokens, routers]``.
-        carries: which tokens carry loss (their next label is not -100), bool ``[batch, tokens]``.
-        count: tokens that carry loss in the whole optimizer step, as transformers' Trainer passes it, or None
-            for those of this batch.
-    """
-    tokens = carries.sum().clamp(min=1) if count is None else count
-    sums = [(layer.sigmoid().mean(dim=-1) * carries.to(layer.device)).sum() for layer in router_logits]
-    return torch.stack([total.to(carries.device) for total in sums]).mean() / tokens
-
-
-def mean_route(routes: tuple[Tensor, ...], counted: Tensor) -> Tensor:
-    """Returns the share of counted tokens whose route is *all*, ``[layers, routers]``; 0 if none is."""
-    counted = counted[..., None]  # [batch, tokens, 1]
-    tokens = counted.sum().clamp(min=1)
-    return torch.stack([(layer & counted).sum(dim=(0, 1)) / tokens for layer in routes])
+    decoder_class = LlamaAHAModel
 
 
 LlamaAHAModel.register_for_auto_class("AutoModel")

@@ -1,4 +1,4 @@
-"""The Llama family's configuration: theirs to ours, refusing what our model does not compute, and back."""
+"""Hugging Face configurations: theirs to ours, refusing what our model does not compute, and back."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 from megatron_aha.config.aha import AHAConfig
 from megatron_aha.config.model import ModelConfig
 from megatron_aha.errors import UserError, nearest
+from megatron_aha.hf.families import FAMILIES, HFFamily
 from megatron_aha.hf.rope import read_rope, write_rope, write_rope_parameters
 
-DENSE = "LlamaForCausalLM"
-AHA = "LlamaAHAForCausalLM"
-ARCHITECTURES = (DENSE, AHA, "MistralForCausalLM")
+_BY_ARCHITECTURE: dict[str, HFFamily] = {
+    name: family for family in FAMILIES.values() for name in (family.dense, family.aha)
+}
 
 # Options of a source that would change the computation, with the values that do not.
 _REFUSED: dict[str, tuple[Any, ...]] = {
@@ -19,6 +20,28 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "mlp_bias": (False, None),
     "hidden_act": ("silu", None),
     "quantization_config": (None,),
+    "clip_qkv": (None,),
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
+    "n_routed_experts": (None, 0),
+    "kv_lora_rank": (None, 0),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+}
+
+# Why some well-known architectures cannot be converted, by the beginning of their names.
+_MISSING_PARTS = {
+    "GptOss": "it has attention sinks and a mixture of experts",
+    "Mixtral": "it is a mixture of experts",
+    "Qwen2Moe": "it is a mixture of experts",
+    "Qwen3Moe": "it is a mixture of experts",
+    "OlmoE": "it is a mixture of experts",
+    "Llama4": "it is a mixture of experts with chunked attention",
+    "DeepseekV2": "it has multi-head latent attention and a mixture of experts",
+    "DeepseekV3": "it has multi-head latent attention and a mixture of experts",
+    "MiniCPM3": "it has multi-head latent attention",
+    "Gemma": "its norms, scaled embeddings and soft caps are not built",
+    "SmolLM3": "it has layers without rotary positions",
 }
 
 # What is carried from the source's configuration to the exported one.
@@ -32,14 +55,11 @@ def read_config(config: dict[str, Any]) -> tuple[ModelConfig, AHAConfig | None]:
         UserError: the architecture or an option is not supported, or a size is missing; nothing was read yet.
     """
     architecture = check_architecture(config)
+    family = _BY_ARCHITECTURE[architecture]
+    config = {**family.defaults, **{key: value for key, value in config.items() if value is not None}}
     for option, allowed in _REFUSED.items():
         if config.get(option) not in allowed:
             raise UserError(f"the source's {option} = {config[option]!r} is not supported for {architecture}")
-    if architecture == "MistralForCausalLM" and config.get("sliding_window") is not None:
-        raise UserError(
-            f"the source's sliding_window = {config['sliding_window']} is not supported for {architecture}: "
-            "its layers are windowed already"
-        )
 
     def size(key: str) -> int:
         if not isinstance(config.get(key), int):
@@ -48,8 +68,9 @@ def read_config(config: dict[str, Any]) -> tuple[ModelConfig, AHAConfig | None]:
 
     heads = size("num_attention_heads")
     theta, scaling = read_rope(config)
+    window, layers = family.windows(config, size("num_hidden_layers"))
     model = ModelConfig(
-        family="llama",
+        family=family.name,
         num_layers=size("num_hidden_layers"),
         hidden_size=size("hidden_size"),
         ffn_hidden_size=size("intermediate_size"),
@@ -64,8 +85,10 @@ def read_config(config: dict[str, Any]) -> tuple[ModelConfig, AHAConfig | None]:
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         init_std=float(config.get("initializer_range", 0.02)),
         attention_dropout=float(config.get("attention_dropout") or 0.0),
+        static_window=window,
+        windowed_layers=layers,
     )
-    if architecture != AHA:
+    if architecture != family.aha:
         return model, None
     return model, AHAConfig(
         window=config["aha_window"],
@@ -80,10 +103,12 @@ def check_architecture(config: dict[str, Any]) -> str:
     """Returns the source's architecture. Raises UserError when it is not one of ours, or not named."""
     named = config.get("architectures") or []
     architecture = str(named[0]) if named else ""
-    if architecture not in ARCHITECTURES:
+    if architecture not in _BY_ARCHITECTURE:
+        name = architecture or str(config.get("model_type", "unknown"))
+        why = next((why for start, why in _MISSING_PARTS.items() if name.startswith(start)), None)
         raise UserError(
-            f"architecture '{architecture or config.get('model_type', 'unknown')}' is not supported; "
-            f"supported are {', '.join(ARCHITECTURES)}{nearest(architecture, ARCHITECTURES)}"
+            f"architecture '{name}' is not supported{f', because {why}' if why else ''}; "
+            f"supported are {', '.join(_BY_ARCHITECTURE)}{nearest(architecture, _BY_ARCHITECTURE)}"
         )
     return architecture
 
@@ -99,14 +124,16 @@ def write_config(
         dtype: of the weights, ``bfloat16``.
         source: the configuration the model was imported from, for token ids; empty when there was none.
     """
+    family = FAMILIES[model.family]
     routed = aha is not None and aha.enabled
     # transformers' own defaults for the ids would name tokens that the model may not have
     ids = {key: None for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    rope = write_rope_parameters if routed else write_rope
     config: dict[str, Any] = {
         **ids,
         **{key: source[key] for key in _CARRIED if key in source},
-        "architectures": [AHA if routed else DENSE],
-        "model_type": "llama_aha" if routed else "llama",
+        "architectures": [family.aha if routed else family.dense],
+        "model_type": f"{family.name}_aha" if routed else family.name,
         "dtype": dtype,
         "num_hidden_layers": model.num_layers,
         "hidden_size": model.hidden_size,
@@ -117,20 +144,22 @@ def write_config(
         "vocab_size": model.vocab_size,
         "max_position_embeddings": model.max_position_embeddings,
         "rms_norm_eps": model.rms_norm_eps,
-        **(write_rope_parameters if routed else write_rope)(model.rope_theta, model.rope_scaling),
+        **rope(model.rope_theta, model.rope_scaling, family.rope_by_layer_type),
         "tie_word_embeddings": model.tied_embeddings,
         "initializer_range": model.init_std,
         "hidden_act": "silu",
         "attention_bias": False,
         "attention_dropout": model.attention_dropout,
         "mlp_bias": False,
+        **family.entries(model),
     }
     if routed and aha is not None:
+        code = f"{family.name}_aha"
         config |= {
             "auto_map": {
-                "AutoConfig": "configuration_llama_aha.LlamaAHAConfig",
-                "AutoModel": "modeling_llama_aha.LlamaAHAModel",
-                "AutoModelForCausalLM": f"modeling_llama_aha.{AHA}",
+                "AutoConfig": f"configuration_{code}.{family.prefix}AHAConfig",
+                "AutoModel": f"modeling_{code}.{family.prefix}AHAModel",
+                "AutoModelForCausalLM": f"modeling_{code}.{family.aha}",
             },
             "aha_window": aha.window,
             "aha_num_sink_tokens": aha.num_sink_tokens,

@@ -1,4 +1,4 @@
-"""The Llama family in Megatron-core's terms: RMSNorm, RoPE, GQA, SwiGLU, no biases."""
+"""Every family in Megatron-core's terms: RMSNorm, RoPE, GQA, SwiGLU, and what the family adds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def transformer_config(
     model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig
 ) -> TransformerConfig:
-    """Returns Megatron-core's configuration of a Llama model.
+    """Returns Megatron-core's configuration of a model.
 
     Weights are never initialised by Megatron-core: ours are the same in every layout
     (``megatron_aha.checkpoint.initial``) or come from a checkpoint.
@@ -36,6 +36,8 @@ def transformer_config(
         layernorm_epsilon=model.rms_norm_eps,
         normalization="RMSNorm",
         add_bias_linear=False,
+        add_qkv_bias=model.traits.qkv_bias,
+        qk_layernorm=model.traits.qk_norm != "none",
         gated_linear_unit=True,
         activation_func=F.silu,
         bias_activation_fusion=False,
