@@ -64,9 +64,9 @@ def shipped_kernels() -> list[tuple[Any, str, dict[str, Any]]]:
     from aha_kernels import triton_backward, triton_decode, triton_forward
 
     return [
-        (triton_forward.near_forward_kernel, "forward", {"SINKS": 0}),
-        (triton_forward.near_forward_kernel, "forward", {"SINKS": 4}),
-        (triton_forward.rows_forward_kernel, "forward", {"PROBE": False}),
+        (triton_forward.near_forward_kernel, "near", {"SINKS": 0}),
+        (triton_forward.near_forward_kernel, "near", {"SINKS": 4}),
+        (triton_forward.rows_forward_kernel, "rows", {"PROBE": False}),
         (triton_forward.rows_forward_kernel, "probe", {"PROBE": True}),
         (triton_backward.near_query_kernel, "query", {"SINKS": 0, "ROUTER_GRAD": True}),
         (triton_backward.near_query_kernel, "query", {"SINKS": 4, "ROUTER_GRAD": True}),
@@ -204,9 +204,14 @@ def report(rows: list[Compiled]) -> str:
     import triton
 
     limits = ", ".join(f"{name} {size}" for name, size in SHARED_MEMORY.items())
+    architectures, head_dims = (
+        " ".join(dict.fromkeys(values))
+        for values in ([row.architecture for row in rows], [str(row.head_dim) for row in rows])
+    )
     return f"""# What the Triton kernels compile to
 
-Written by `python tools/compile_kernels.py --output docs/kernels-compile.md` with triton {triton.__version__}:
+Written with triton {triton.__version__} by `python tools/compile_kernels.py --output docs/kernels-compile.md
+--architectures {architectures} --head-dims {head_dims}`:
 bf16 tensors, {GROUP} query heads per KV head, the tiles of `kernels/aha_kernels/triton_tiles.py`.
 **Compiled only: nothing here ran on a GPU.**
 

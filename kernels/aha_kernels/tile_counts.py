@@ -27,20 +27,19 @@ from aha_kernels.triton_tiles import Tile, kernel_tile
 
 @dataclass(frozen=True)
 class TileCount:
-    """Tiles of one pass: over windows and sinks of all rows, and over listed rows; scores in a tile, and
-    scores that the routes open.
+    """Tiles of one pass: over windows and sinks of all rows, and over listed rows; scores in these tiles,
+    and scores that the routes open.
     """
 
     near: int
     listed: int
-    area: int
+    computed: int
     needed: int
 
     @property
     def ratio(self) -> float:
         """Returns scores computed over scores needed; infinite if none are needed."""
-        computed = (self.near + self.listed) * self.area
-        return computed / self.needed if self.needed else float("inf")
+        return self.computed / self.needed if self.needed else float("inf")
 
 
 def count_tiles(
@@ -61,15 +60,19 @@ def count_tiles(
     needed = needed_scores(route, geometry)
     rows = make_row_list((route != 0) & geometry.has_far()[..., None], kv_heads)
     counts = {}
-    for name in ("forward", "query"):
-        tile = kernel_tile(name, head_dim, dtype, architecture)
-        near = near_tiles(geometry, num_keys, group, tile) * kv_heads
-        listed = int(span_tiles(list_spans(rows, geometry, tile.rows, far=False), tile.keys).sum())
-        counts[name] = TileCount(near, listed, tile.rows * tile.keys, needed)
+    for name, near_name, rows_name in (("forward", "near", "rows"), ("query", "query", "query")):
+        near_tile, rows_tile = (
+            kernel_tile(kernel, head_dim, dtype, architecture) for kernel in (near_name, rows_name)
+        )
+        near = near_tiles(geometry, num_keys, group, near_tile) * kv_heads
+        listed = int(span_tiles(list_spans(rows, geometry, rows_tile.rows, far=False), rows_tile.keys).sum())
+        computed = near * near_tile.rows * near_tile.keys + listed * rows_tile.rows * rows_tile.keys
+        counts[name] = TileCount(near, listed, computed, needed)
     tile = kernel_tile("key_value", head_dim, dtype, architecture)
     near_part = _blocks(near_rows(geometry, tile.keys, num_keys) * group, tile.rows) * kv_heads
     listed_part = _blocks(list_rows(rows, geometry, tile.keys, num_keys), tile.rows)
-    counts["key_value"] = TileCount(near_part, listed_part, tile.rows * tile.keys, needed)
+    computed = (near_part + listed_part) * tile.rows * tile.keys
+    counts["key_value"] = TileCount(near_part, listed_part, computed, needed)
     return counts
 
 

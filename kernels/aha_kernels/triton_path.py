@@ -88,7 +88,7 @@ class Launch:
         weight: float = 1.0,
     ) -> None:
         """Runs the pass over listed rows; probe is (d_out, delta, lse_here, d_route) for router gradients."""
-        tile = self.tile("forward" if probe is None else "probe")
+        tile = self.tile("rows" if probe is None else "probe")
         d_out, delta, lse_here, d_route = (lse, lse, lse, lse) if probe is None else probe
         work = self.row_work(rows, tile, far=probe is not None)
         rows_forward_kernel[(len(work),)](
@@ -110,7 +110,7 @@ def triton_forward(
     if out.numel() == 0:
         return out, lse, lse_here
     geometry = call.geometry
-    tile = call.tile("forward")
+    tile = call.tile("near")
     near_forward_kernel[(call.row_blocks(tile) * call.lists,)](
         call.q, call.k, call.v, out, lse, lse_here, geometry.first, geometry.stop, geometry.offset,
         *call.sizes, call.lists, call.window, call.scale * LOG2_E, *call.strides,

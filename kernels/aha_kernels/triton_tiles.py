@@ -1,7 +1,8 @@
 """Tile shapes of the Triton kernels: a small table instead of a search at start-up.
 
-Its entries compile without spills into the shared memory of their chips (checked without a GPU, see
-docs/kernels-compile.md); they have not been timed on a GPU yet.
+They are chosen to compile without spills into the shared memory of their chips, which tests check without a
+GPU; docs/kernels-compile.md tells what has been seen. They have not been timed on a GPU yet, and those of
+gfx942 have not been compiled.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ class Tile:
 # Of each kernel: the tiles for head_dim up to 128 and for 256, in 16-bit types.
 TILES: dict[str, dict[str, tuple[Tile, Tile]]] = {
     "sm_80": {
-        "forward": (Tile(64, 64, 8, 2), Tile(32, 32, 8, 2)),
+        "near": (Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
+        "rows": (Tile(64, 64, 8, 2), Tile(32, 32, 8, 2)),
         "probe": (Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
         "query": (Tile(64, 32, 8, 2), Tile(32, 32, 8, 1)),
         "key_value": (Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)),
     },
     "sm_90": {
-        "forward": (Tile(128, 64, 8, 2), Tile(64, 32, 8, 2)),
+        "near": (Tile(128, 64, 8, 2), Tile(64, 32, 8, 2)),
+        "rows": (Tile(128, 64, 8, 2), Tile(64, 32, 8, 2)),
         "probe": (Tile(128, 64, 8, 2), Tile(64, 32, 8, 2)),
         "query": (Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)),
         "key_value": (Tile(32, 128, 8, 2), Tile(32, 32, 8, 1)),
@@ -38,8 +41,7 @@ TILES: dict[str, dict[str, tuple[Tile, Tile]]] = {
 }
 TILES["sm_100"] = TILES["sm_90"]
 TILES["gfx942"] = TILES["sm_80"]
-SINGLE = {"forward": Tile(64, 32, 4, 1), "probe": Tile(64, 32, 4, 1)}  # fp32, on every chip
-SINGLE_BACKWARD = Tile(32, 32, 4, 1)
+SINGLE_FORWARD, SINGLE_BACKWARD = Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)  # fp32, on every chip
 
 
 def architecture(device: torch.device) -> str:
@@ -53,11 +55,12 @@ def architecture(device: torch.device) -> str:
 
 
 def kernel_tile(kernel: str, head_dim: int, dtype: torch.dtype, architecture: str) -> Tile:
-    """Returns the tile of a kernel: forward, probe (forward of here-rows for their router gradient), query
-    or key_value (backward), decode (its rows are a KV group's heads times the new tokens, at least 16).
+    """Returns the tile of a kernel: near and rows (the two forward passes), probe (the rows pass for router
+    gradients), query or key_value (backward), decode (its rows are a KV group's heads times the new tokens,
+    at least 16).
     """
     if kernel == "decode":
         return Tile(16, 64 if head_dim <= 128 and dtype != torch.float32 else 32, 4, 2)
     if dtype == torch.float32:
-        return SINGLE.get(kernel, SINGLE_BACKWARD)
+        return SINGLE_BACKWARD if kernel in ("query", "key_value") else SINGLE_FORWARD
     return TILES[architecture][kernel][head_dim > 128]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from tools.compile_kernels import SHARED_MEMORY
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 REPOSITORY = Path(__file__).parents[2]
+REPORT = REPOSITORY / "docs" / "kernels-compile.md"
 # On sm_90 without instructions of a warp group: 16 rows of decoding are too few for one, and tiles of 64
 # keys with head_dim 256 spill.
 WITHOUT_HGMMA = {("decode_split", 64), ("decode_split", 96), ("decode_split", 128), ("decode_split", 256)}
@@ -61,3 +63,27 @@ def test_hopper_with_head_dim_128() -> None:
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
 def test_every_chip_and_head_dim(architecture: str, head_dim: int) -> None:
     check(architecture, head_dim)
+
+
+def test_the_report_lists_the_tiles_that_are_shipped() -> None:
+    import torch
+
+    from aha_kernels.triton_tiles import kernel_tile
+
+    names = {
+        "near_forward": "near",
+        "near_query": "query",
+        "rows_query": "query",
+        "key_value": "key_value",
+        "decode_split": "decode",
+    }
+    rows = [line.split(" | ") for line in REPORT.read_text().splitlines() if line.startswith("| ")]
+    seen = 0
+    for kernel, options, architecture, head_dim, tile, *_ in rows[1:]:
+        kernel = kernel.removeprefix("| ")
+        name = names.get(kernel) or ("probe" if "PROBE=True" in options else "rows")
+        shipped = kernel_tile(name, int(head_dim), torch.bfloat16, architecture)
+        numbers = tuple(int(x) for x in re.findall(r"\d+", tile))
+        assert numbers == (shipped.rows, shipped.keys, shipped.warps, shipped.stages), (kernel, head_dim)
+        seen += 1
+    assert seen >= 11
