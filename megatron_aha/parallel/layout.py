@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_aha.config.parallel import ParallelConfig
@@ -67,5 +68,7 @@ def single_process(seed: int = 1234) -> Iterator[None]:
         yield
     finally:
         parallel_state.destroy_model_parallel()
+        # Its cache holds the groups, and with them gloo's threads, long after they were destroyed.
+        RotaryEmbedding.forward.cache_clear()
         if owns_world:
             torch.distributed.destroy_process_group()

@@ -59,9 +59,10 @@ def test_hopper_with_head_dim_128() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
-def test_every_chip_and_head_dim(architecture: str, head_dim: int) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "head_dim"), [("sm_80", 64), ("sm_80", 128), ("sm_90", 64), ("sm_90", 256)]
+)
+def test_other_chips_and_head_dims(architecture: str, head_dim: int) -> None:
     check(architecture, head_dim)
 
 

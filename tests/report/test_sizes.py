@@ -74,29 +74,34 @@ def test_the_whole_model_has_as_many_parameters_as_predicted(aha: AHAConfig) -> 
     assert sum(parameter.numel() for parameter in model.parameters()) == total_parameters(MODEL, aha)
 
 
+def saved_bytes_per_token(config: RunConfig, tokens: int) -> float:
+    """Returns the bytes a token that one layer's forward pass keeps for the backward pass, parameters left out."""
+    build_groups(config.parallel, seed=1)
+    one, three = (saved_bytes(dataclasses.replace(MODEL, num_layers=n), config, tokens) for n in (1, 3))
+    return (three - one) / 2 / tokens
+
+
 def saved_bytes(model: ModelConfig, config: RunConfig, tokens: int) -> int:
-    """Returns the bytes that the forward pass keeps for the backward pass, parameters left out."""
-    with single_process():
-        network = build_model(model, config.aha, config.parallel, config.training)
-        network.train()
-        for parameter in network.parameters():
-            torch.nn.init.normal_(parameter, std=0.02)
-        own = {parameter.untyped_storage().data_ptr() for parameter in network.parameters()}
-        kept: dict[int, torch.Tensor] = {}
+    network = build_model(model, config.aha, config.parallel, config.training)
+    network.train()
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    own = {parameter.untyped_storage().data_ptr() for parameter in network.parameters()}
+    kept: dict[int, torch.Tensor] = {}
 
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
-            return tensor
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
 
-        batch = pack(
-            torch.arange(tokens),
-            torch.tensor([0, tokens], dtype=torch.int32),
-            torch.ones(tokens),
-            device=device(),
-        )
-        words = torch.zeros(tokens, dtype=torch.int64)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            network(words, batch, words).sum()
+    batch = pack(
+        torch.arange(tokens),
+        torch.tensor([0, tokens], dtype=torch.int32),
+        torch.ones(tokens),
+        device=device(),
+    )
+    words = torch.zeros(tokens, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        network(words, batch, words).sum()
     return sum(t.untyped_storage().nbytes() for pointer, t in kept.items() if pointer not in own)
 
 
@@ -111,9 +116,7 @@ def test_the_activations_of_a_layer_are_estimated_within_a_tenth(
         aha=AHAConfig(enabled=enabled, window=16),
         training=TrainingConfig(precision=precision, recompute=recompute),
     )
-    tokens = 128
-    one, three = (saved_bytes(dataclasses.replace(MODEL, num_layers=n), config, tokens) for n in (1, 3))
-    measured = (three - one) / 2 / tokens
+    (measured,) = run_distributed(saved_bytes_per_token, 1, config, 128)
     config.model = MODEL
     assert layer_bytes_per_token(config) == pytest.approx(measured, rel=0.1)
 
