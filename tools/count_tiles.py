@@ -14,7 +14,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from bench_attention import make_routes  # type: ignore[import-not-found]  # beside this file
+from bench_attention import make_routes  # beside this file
 from torch import Tensor
 
 from aha_kernels.problem import Problem

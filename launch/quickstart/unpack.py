@@ -7,9 +7,9 @@ import functools
 from pathlib import Path
 
 import gguf
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
+
+from megatron_aha.hf.source import open_source
 
 
 def main() -> None:
@@ -24,15 +24,9 @@ def main() -> None:
     gguf.GGUFReader = functools.cache(gguf.GGUFReader)
     gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
 
-    location = {"pretrained_model_name_or_path": options.gguf.parent, "gguf_file": options.gguf.name}
-    model = AutoModelForCausalLM.from_pretrained(**location, dtype=torch.float32)
-    # transformers would refuse to save what it calls quantised; it is plain fp32 by now
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.is_quantized = False
-    model.hf_quantizer = None
-    model.save_pretrained(options.output)
-    AutoTokenizer.from_pretrained(**location).save_pretrained(options.output)
+    source = open_source(options.gguf)
+    source.reference().save_pretrained(options.output)
+    source.carry(options.output)
     print(f"wrote {options.output}")
 
 
