@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import functools
 from pathlib import Path
 
-import gguf
 from transformers.utils import logging
 
 from megatron_aha.hf.source import open_source
@@ -19,11 +17,6 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     options = parser.parse_args()
     logging.disable_progress_bar()
-    # transformers parses the file once each for configuration, weights and tokenizer, and makes the table of tensor
-    # names once a module: a minute of Python in all, most of it the same again.
-    gguf.GGUFReader = functools.cache(gguf.GGUFReader)
-    gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
-
     source = open_source(options.gguf)
     source.reference().save_pretrained(options.output)
     source.carry(options.output)

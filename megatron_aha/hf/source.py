@@ -1,4 +1,4 @@
-"""Where weights come from: a Hugging Face folder with safetensors, or a GGUF file read by transformers."""
+"""Where weights come from: a Hugging Face folder with safetensors, or what else ``open_source`` knows."""
 
 from __future__ import annotations
 
@@ -137,70 +137,14 @@ class FolderSource:
         return AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
 
 
-class GGUFSource:
-    """A GGUF file, dequantised to fp32 by transformers, which needs the packages gguf and accelerate.
-
-    Raises:
-        UserError: such a package is missing, or the configuration is not supported.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        try:
-            import accelerate  # noqa: F401
-            import gguf  # noqa: F401
-        except ImportError as error:
-            raise UserError(
-                f"reading {file.name} needs the package {error.name}: pip install 'megatron-aha[gguf]'"
-            ) from error
-        from transformers import AutoConfig, AutoModelForCausalLM
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-        location = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-        config = AutoConfig.from_pretrained(**location)
-        # a GGUF file names the kind of model only
-        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, config.model_type)]
-        config_values = {**config.to_dict(), "quantization_config": None}
-        self.model, self.aha = read_config(config_values)
-        # Given the configuration, transformers does not parse the file's vocabulary for it a second time.
-        model = AutoModelForCausalLM.from_pretrained(**location, config=config, dtype=torch.float32)
-        self._model = model.eval()
-        # transformers would refuse to save what it calls quantised; it is plain fp32 by now
-        if hasattr(self._model.config, "quantization_config"):
-            del self._model.config.quantization_config
-        self._model.is_quantized = False
-        self._model.hf_quantizer = None
-        self.config = self._model.config.to_dict()
-        weights = dict(self._model.named_parameters())
-        self._weights = {name: weight.detach() for name, weight in weights.items()}
-
-    def names(self) -> Sequence[str]:
-        return list(self._weights)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._weights[name].shape)
-
-    def read(self, name: str) -> Tensor:
-        return self._weights[name]
-
-    def carry(self, folder: Path) -> None:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(self.file.parent, gguf_file=self.file.name)
-        tokenizer.save_pretrained(folder)
-        self._model.config.save_pretrained(folder)
-        self._model.generation_config.save_pretrained(folder)
-
-    def reference(self) -> Any:
-        return self._model
-
-
 def open_source(path: str | Path) -> Source:
     """Returns the model at a folder, or in a ``.gguf`` file. Raises UserError when it is neither."""
     path = Path(path)
     if path.is_dir():
         return _open_folder(path)
     if path.is_file() and path.suffix == ".gguf":
+        from megatron_aha.hf.gguf_source import GGUFSource
+
         return GGUFSource(path)
     what = "is neither a folder nor a .gguf file" if path.exists() else "does not exist"
     raise UserError(

@@ -41,7 +41,7 @@ class StepResult:
         router: what the routers did; None for a dense model.
         grad_norm: global gradient norm before clipping; 0 for an evaluation.
         fault: why the update was dropped, or None when it was applied.
-        learning_rates: by parameter group.
+        learning_rates: by parameter group, whether this stage has such parameters or not.
     """
 
     lm_loss: float
@@ -107,7 +107,7 @@ class TrainingEngine:
             micro_batches: this data-parallel rank's part of the global batch.
         """
         self.deepspeed.train()
-        rates = set_learning_rates(self.deepspeed.optimizer, self.config.training, step)
+        rates = set_learning_rates(self.deepspeed.optimizer, self.config.aha, self.config.training, step)
         tokens = self._count_tokens(micro_batches)
         loss_sum = torch.zeros((), dtype=torch.float64, device=device())
         if parallel_state.get_pipeline_model_parallel_world_size() == 1:

@@ -24,16 +24,15 @@ def build_optimizer(model: StageModel, aha: AHAConfig, training: TrainingConfig)
         else:
             groups["norms" if parameter.dim() == 1 else "matrices"].append(parameter)
     decay = {"matrices": training.weight_decay, "norms": 0.0, "router": aha.weight_decay}
-    peak = {
-        "matrices": training.lr,
-        "norms": training.lr,
-        "router": training.lr if aha.lr is None else aha.lr,
-    }
+    named = [(name, parameters) for name, parameters in groups.items() if parameters]
+    if aha.enabled and not groups["router"]:
+        # A pipeline stage of windowed layers alone. DeepSpeed's gradient norm is one collective per group, so every
+        # stage needs as many groups: the last norm becomes a group of its own, which changes nothing else.
+        named.append(("norms", [groups["norms"].pop()]))
     return torch.optim.AdamW(
         [
-            {"params": parameters, "name": name, "weight_decay": decay[name], "peak_lr": peak[name]}
-            for name, parameters in groups.items()
-            if parameters
+            {"params": parameters, "name": name, "weight_decay": decay[name]}
+            for name, parameters in named
         ],
         lr=training.lr,
         betas=(training.adam_beta1, training.adam_beta2),
@@ -44,15 +43,16 @@ def build_optimizer(model: StageModel, aha: AHAConfig, training: TrainingConfig)
 
 
 def set_learning_rates(
-    optimizer: torch.optim.Optimizer, training: TrainingConfig, step: int
+    optimizer: torch.optim.Optimizer, aha: AHAConfig, training: TrainingConfig, step: int
 ) -> dict[str, float]:
     """Sets each group's rate for a step (from 1) and returns the rates by group name.
 
-    Routers follow the model's schedule, scaled to their own peak.
+    Routers follow the model's schedule, scaled to their own peak. Their rate is returned on every pipeline stage,
+    whether it has routers or not.
     """
     rate = learning_rate(training, step)
-    rates = {}
+    router = rate if aha.lr is None else rate * aha.lr / training.lr
+    rates = {"matrices": rate, "norms": rate, "router": router}
     for group in optimizer.param_groups:
-        group["lr"] = rate * group["peak_lr"] / training.lr
-        rates[group["name"]] = group["lr"]
+        group["lr"] = rates[group["name"]]
     return rates

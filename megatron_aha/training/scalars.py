@@ -32,7 +32,7 @@ def step_scalars(
         "train/total_loss": result.lm_loss + config.aha.loss_coefficient * router_loss,
         "train/grad_norm": result.grad_norm,
         "train/bad_step": float(result.fault is not None),
-        "lr/model": result.learning_rates.get("matrices", 0.0),
+        "lr/model": 0.0 if config.training.freeze_model else result.learning_rates["matrices"],
     }
     if router is not None:
         values["lr/router"] = result.learning_rates["router"]

@@ -177,6 +177,18 @@ SP = {TP: 2, "parallel.sequence_parallel": "true"}
         (1, {"training.micro_batch_size": 0}, "--training.micro_batch_size is 0, and must be at least 1"),
         (1, {"training.freeze_model": "true", "aha.enabled": "false"}, "leaves no router"),
         (
+            2,
+            {
+                "training.freeze_model": "true",
+                "model.family": "olmo3",
+                "model.static_window": 8,
+                "model.windowed_layers": "[0]",
+                "model.num_layers": 2,
+                "parallel.pipeline_model_parallel_size": 2,
+            },
+            "the pipeline stage of layers 0 to 0 has none",
+        ),
+        (
             1,
             {"training.deepspeed": "{train_batch_size: 4}"},
             "--training.deepspeed.train_batch_size is generated from --training.global_batch_size",

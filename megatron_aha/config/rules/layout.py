@@ -123,11 +123,27 @@ def _pipeline_problems(config: RunConfig) -> Iterator[str]:
             f"--parallel.pipeline_model_parallel_size {stages} does not divide --model.num_layers {layers}; "
             f"use {alternatives(choices, stages)}"
         )
+    elif config.training.freeze_model:
+        yield from _untrained_stage_problems(config, layers // (stages * chunks) or 1)
     if stages > 1 and config.training.zero_stage in (2, 3):
         yield (
             f"--training.zero_stage {config.training.zero_stage} does not work with "
             f"--parallel.pipeline_model_parallel_size {stages}; use --training.zero_stage 1, or no pipeline"
         )
+
+
+def _untrained_stage_problems(config: RunConfig, layers_per_chunk: int) -> Iterator[str]:
+    """Yields a sentence when some pipeline stage would have nothing to train, which no schedule survives."""
+    routed = {layer // layers_per_chunk for layer in config.model.routed_layers}
+    for chunk in range(config.model.num_layers // layers_per_chunk):
+        if chunk not in routed:
+            first = chunk * layers_per_chunk
+            yield (
+                f"--training.freeze_model true trains routers only, but the pipeline stage of layers {first} to "
+                f"{first + layers_per_chunk - 1} has none, since all of these have a static window; use fewer "
+                f"--parallel.pipeline_model_parallel_size than {config.parallel.pipeline_model_parallel_size}"
+            )
+            return
 
 
 def _world_problems(config: RunConfig, world_size: int) -> Iterator[str]:
