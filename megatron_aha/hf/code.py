@@ -17,7 +17,8 @@ def write_code(folder: Path, family: str) -> None:
     """Writes ``configuration_FAMILY_aha.py`` and ``modeling_FAMILY_aha.py``, which need torch and transformers only."""
     for kind in ("configuration", "modeling"):
         name = f"{kind}_{family}_aha.py"
-        (folder / name).write_text(joined(f"{kind}_aha", (_FOLDER / name).read_text("utf-8")), "utf-8")
+        source = joined(f"{kind}_aha", (_FOLDER / name).read_text("utf-8"))
+        (folder / name).write_text(joined("kernels_aha", source) if kind == "modeling" else source, "utf-8")
 
 
 def joined(shared: str, source: str) -> str:

@@ -88,7 +88,7 @@ class FaolmoSource(FolderSource):
         kind = model_class(_FAMILY)
         values = write_config(self.model, self.aha, "float32", self.config)
         del values["auto_map"]
-        model = kind(kind.config_class(**values)).eval()
+        model = kind(kind.config_class(**values, attn_implementation="sdpa")).eval()
         model.load_state_dict({name: self.read(name).float() for name in self.names()})
         return model
 

@@ -19,7 +19,11 @@ def main(model_folder: str, tokens_file: str, output_file: str) -> None:
     The latter only for a model with routers.
     """
     model = AutoModelForCausalLM.from_pretrained(
-        model_folder, trust_remote_code=True, dtype=torch.float32
+        # not our kernels, which computed what this is compared with
+        model_folder,
+        trust_remote_code=True,
+        dtype=torch.float32,
+        attn_implementation="sdpa",
     ).eval()
     tokens = load_file(tokens_file)["tokens"]
     seen: list[torch.Tensor] = []

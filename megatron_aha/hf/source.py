@@ -133,7 +133,10 @@ class FolderSource:
 
         # Our own code for our own architecture: a folder's code is not run to import its weights.
         if self.aha is not None:
-            return model_class(self.model.family).from_pretrained(self.folder, dtype=torch.float32).eval()
+            kind = model_class(self.model.family)
+            # not our kernels, which compute what this is compared with
+            options = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+            return kind.from_pretrained(self.folder, **options).eval()
         return AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
 
 

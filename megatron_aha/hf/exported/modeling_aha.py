@@ -21,6 +21,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
 from transformers.utils import can_return_tuple
 
+from .kernels_aha import KERNELS, Span, attend_by_routes, span_of
+
 # What differs between the supported versions of transformers is here and nowhere else: the name of the cache
 # in outputs, and the arguments of the mask's function (4.57: past_key_values and cache_position; 5: cache).
 CACHE_FIELD = (
@@ -174,6 +176,7 @@ class AHAAttention(nn.Module):
         attention_mask: Tensor | None,
         query_index: Tensor,
         past_key_values: Any = None,
+        span: Span | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Returns output ``[batch, queries, hidden]``, attention weights (eager only) and router logits.
@@ -184,6 +187,7 @@ class AHAAttention(nn.Module):
             attention_mask: of *all* or of the static window, as `causal_mask` returns it.
             query_index: place of each query among the keys, ``[queries]``.
             past_key_values: the cache, or None.
+            span: which keys exist, where the kernels are to be used.
             kwargs: for the attention implementation.
         """
         batch, queries, _ = hidden_states.shape
@@ -200,8 +204,12 @@ class AHAAttention(nn.Module):
             dropout = self.attention_dropout if self.training else 0.0
             return function(self, query, key, value, mask, dropout=dropout, scaling=self.scaling, **kwargs)
 
-        output, weights = attend(attention_mask)  # [batch, queries, heads, head_dim]
         logits = None if self.router is None else self.route_logits(hidden_states)
+        if logits is not None and span is not None and key.shape[2] > self.config.aha_window:
+            route = self.straight_through(logits)
+            output = attend_by_routes(query, key, value, route, span, self.scaling, self.config)
+            return self.o_proj(output.reshape(batch, queries, -1)), None, logits
+        output, weights = attend(attention_mask)  # [batch, queries, heads, head_dim]
         if logits is not None and key.shape[2] > self.config.aha_window:
             near = here_mask(
                 attention_mask,
@@ -383,6 +391,11 @@ class AHADecoder(_Mixin):
         else:
             masks = {kind: causal_mask(_MASKS[kind], *given) for kind in set(kinds)}
         angles = {kind: self.angles(hidden_states, position_ids, kind) for kind in set(kinds)}
+        span = None
+        if self.config._attn_implementation == KERNELS and not (
+            self.training and self.config.attention_dropout
+        ):
+            span = span_of(masks[FULL], query_index)
         kwargs.pop("return_dict", None)
         keep_attentions = self.config.output_attentions if output_attentions is None else output_attentions
         keep_states = (
@@ -397,6 +410,7 @@ class AHADecoder(_Mixin):
                 attention_mask=masks[kind],
                 query_index=query_index,
                 past_key_values=cache,
+                span=span,
                 **kwargs,
             )
             attentions.append(weights)
