@@ -20,7 +20,11 @@ atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked ``gpu`` where torch sees no GPU, saying so."""
+    """Skips tests marked ``gpu`` where torch sees no GPU, and ``exhaustive`` ones unless asked for, saying so."""
+    if "MEGATRON_AHA_EXHAUSTIVE" not in os.environ:
+        for item in items:
+            if item.get_closest_marker("exhaustive"):
+                item.add_marker(pytest.mark.skip(reason="takes long: set MEGATRON_AHA_EXHAUSTIVE=1"))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return

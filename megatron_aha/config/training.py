@@ -28,6 +28,7 @@ class TrainingConfig:
         adam_eps: Adam's epsilon.
         clip_grad: largest global gradient norm; 0 does not clip.
         precision: ``fp32`` or ``bf16`` (bf16 weights with fp32 masters, ZeRO >= 1).
+        fp32_gradients: bf16 only: add up the micro-batches' gradients in fp32 (ZeRO 2 and 3).
         zero_stage: DeepSpeed ZeRO stage 0 to 3.
         recompute: activation recompute: ``none``, ``selective`` (attention only) or ``full`` (every layer).
         seed: of initialisation, data order and dropout.
@@ -57,6 +58,7 @@ class TrainingConfig:
     adam_eps: float = 1e-8
     clip_grad: float = 1.0
     precision: str = "bf16"
+    fp32_gradients: bool = False
     zero_stage: int = 1
     recompute: str = "none"
     seed: int = 1234

@@ -61,6 +61,8 @@ class AHAGPTModel(GPTModel):
             self.rotary_pos_emb.inv_freq.device
         )
         _mark_parallel_parameters(self)
+        if self.pre_process and config.recompute_granularity == "full":
+            self.embedding.register_forward_hook(_join_the_graph)
 
     def forward(self, tokens: Tensor, batch: PackedBatch, labels: Tensor | None = None) -> Tensor:
         """Returns this stage's output.
@@ -106,6 +108,12 @@ class AHAGPTModel(GPTModel):
             return logits
         padding: Any = torch.arange(columns, device=logits.device) >= real
         return logits.masked_fill(padding, torch.finfo(logits.dtype).min)
+
+
+def _join_the_graph(module: torch.nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Makes frozen embeddings part of the graph: a recomputed layer trains only behind an input with a gradient."""
+    if torch.is_grad_enabled() and not output.requires_grad:
+        output.requires_grad_(True)
 
 
 def _mark_parallel_parameters(model: AHAGPTModel) -> None:

@@ -63,7 +63,7 @@ def estimate_memory(config: RunConfig, data_parallel_size: int) -> list[MemoryEs
         estimates.append(
             MemoryEstimate(
                 weights=parameters * size / shards[2],
-                gradients=trained * size / shards[1],
+                gradients=trained * (4 if training.fp32_gradients else size) / shards[1],
                 optimizer=trained * (8 + 4 * has_master) / shards[0],
                 activations=_activations(config) * _micro_batches_in_flight(config, stage),
                 logits=_logits(config) if stage == stages - 1 else 0.0,

@@ -25,6 +25,7 @@ def deepspeed_config(training: TrainingConfig, data_parallel_size: int, replicas
         # Under ZeRO-0 the engine clips itself, see TrainingEngine.
         "gradient_clipping": training.clip_grad if training.zero_stage > 0 else 0.0,
         "bf16": {"enabled": training.precision == "bf16"},
+        "data_types": {"grad_accum_dtype": "fp32" if training.fp32_gradients else None},
         "zero_optimization": {"stage": training.zero_stage},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,

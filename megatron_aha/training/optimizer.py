@@ -30,10 +30,7 @@ def build_optimizer(model: StageModel, aha: AHAConfig, training: TrainingConfig)
         # stage needs as many groups: the last norm becomes a group of its own, which changes nothing else.
         named.append(("norms", [groups["norms"].pop()]))
     return torch.optim.AdamW(
-        [
-            {"params": parameters, "name": name, "weight_decay": decay[name]}
-            for name, parameters in named
-        ],
+        [{"params": parameters, "name": name, "weight_decay": decay[name]} for name, parameters in named],
         lr=training.lr,
         betas=(training.adam_beta1, training.adam_beta2),
         eps=training.adam_eps,

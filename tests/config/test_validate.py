@@ -153,6 +153,16 @@ SP = {TP: 2, "parallel.sequence_parallel": "true"}
             {"training.precision": "bf61"},
             "--training.precision 'bf61' is not one of fp32, bf16; did you mean 'bf16'?",
         ),
+        (
+            1,
+            {"training.fp32_gradients": "true"},
+            "does not work with --training.zero_stage 1; use --training.zero",
+        ),
+        (
+            1,
+            {"training.fp32_gradients": "true", "training.precision": "fp32"},
+            "--training.fp32_gradients true is for --training.precision bf16; with fp32 gradients are in fp32 already",
+        ),
         (1, {"training.schedule": "cosin"}, "did you mean 'cosine'?"),
         (1, {"training.recompute": "selectve"}, "did you mean 'selective'?"),
         (1, {"training.zero_stage": 4}, "--training.zero_stage is 4, and must be 0, 1, 2 or 3"),

@@ -59,12 +59,9 @@ def stage_of(directory: Path) -> str:
     return "training"
 
 
-EXHAUSTIVE = pytest.mark.skipif(
-    "MEGATRON_AHA_EXHAUSTIVE" not in os.environ, reason="takes long: set MEGATRON_AHA_EXHAUSTIVE=1"
+@pytest.mark.parametrize(
+    "kills", [3, pytest.param(30, marks=[pytest.mark.exhaustive, pytest.mark.timeout(1200)])]
 )
-
-
-@pytest.mark.parametrize("kills", [3, pytest.param(30, marks=[EXHAUSTIVE, pytest.mark.timeout(1200)])])
 def test_one_rank_killed_at_random_moments_of_a_run_that_saves_every_step(
     options: list[str], tmp_path: Path, kills: int
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -69,17 +68,11 @@ def difference(mine: Measured, alone: Measured) -> list[str]:
     return told
 
 
-# More than the whole suite takes otherwise.
-EXHAUSTIVE = pytest.mark.skipif(
-    "MEGATRON_AHA_EXHAUSTIVE" not in os.environ, reason="takes long: set MEGATRON_AHA_EXHAUSTIVE=1"
-)
-
-
 @pytest.mark.parametrize(
     "layouts",
     [
         pytest.param(pairwise(WORKING), id="pairwise"),
-        pytest.param(WORKING, id="all", marks=[EXHAUSTIVE, pytest.mark.timeout(3600)]),
+        pytest.param(WORKING, id="all", marks=[pytest.mark.exhaustive, pytest.mark.timeout(3600)]),
     ],
 )
 def test_layouts_train_to_the_numbers_of_one_process(layouts: list[Layout]) -> None:

@@ -7,6 +7,7 @@ import torch
 from compare import largest_relative_error
 
 from megatron_aha.attention.packed import pack
+from megatron_aha.config.parallel import ParallelConfig
 from megatron_aha.config.run import RunConfig
 from megatron_aha.testing.distributed import run_distributed
 from megatron_aha.testing.tiny import tiny_config
@@ -27,6 +28,29 @@ def test_recompute_gives_equal_losses_routes_and_gradients(recompute: str) -> No
     assert recomputed.steps[0].router.router_loss == plain.steps[0].router.router_loss
     error, name = largest_relative_error(recomputed.gradients, plain.gradients)
     assert error < 1e-6, name
+
+
+def frozen(recompute: str, ranks: int = 1, zero_stage: int = 0, **parallel: int | bool) -> TinyRun:
+    config = tiny_config(ParallelConfig(**parallel), zero_stage=zero_stage)
+    config.training.recompute = recompute
+    config.training.freeze_model = True
+    return run_distributed(train_tiny, ranks, config, 2)[0]
+
+
+def test_routers_of_a_frozen_model_learn_the_same_under_recompute_and_in_every_layout() -> None:
+    plain = frozen("none")
+    assert plain.gradients and all(".router." in name for name in plain.gradients)
+    sp = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    for other in (
+        frozen("selective"),
+        frozen("full"),
+        frozen("full", 2, zero_stage=3),
+        frozen("full", 2, **sp),
+        frozen("full", 2, zero_stage=1, pipeline_model_parallel_size=2),
+    ):
+        assert other.steps[1].lm_loss == pytest.approx(plain.steps[1].lm_loss, rel=1e-6)
+        error, name = largest_relative_error(other.gradients, plain.gradients)
+        assert error < 1e-5, name
 
 
 def decide_twice(config: RunConfig) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
 
 from megatron_aha.testing.distributed import run_distributed
-from megatron_aha.testing.tiny import tiny_config
-from megatron_aha.testing.training import train_tiny
+from megatron_aha.testing.tiny import tiny_config, tiny_micro_batches
+from megatron_aha.testing.training import TinyRun, catch_gradients, start_tiny, train_tiny
 
 STEPS = 10
 # One unit in the last place of bf16: what rounding gradients at other places may move a loss by.
@@ -32,3 +33,24 @@ def test_bf16_curve_follows_fp32(zero_stage: int) -> None:
     assert bf16 == pytest.approx(losses(1, "bf16", 2), rel=BF16_EPSILON)
     assert bf16 == pytest.approx(losses(0, "fp32", 1), rel=BF16_EPSILON)
     assert bf16 != losses(0, "fp32", 1)
+
+
+def gradients_of_copies(copies: int, zero_stage: int, fp32_gradients: bool) -> dict[str, torch.Tensor]:
+    """Returns the gradients of a step whose micro-batches are copies of one."""
+    config = tiny_config(zero_stage=zero_stage, precision="bf16", global_batch_size=copies)
+    config.training.fp32_gradients = fp32_gradients
+    engine = start_tiny(config)
+    run = TinyRun()
+    catch_gradients(engine, run)
+    engine.train_step(1, tiny_micro_batches(config, 1)[:1] * copies)
+    return run.gradients
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_fp32_gradients_of_64_copies_add_up_exactly_under_bf16(zero_stage: int) -> None:
+    one = run_distributed(gradients_of_copies, 1, 1, zero_stage, True)[0]
+    exact = run_distributed(gradients_of_copies, 1, 64, zero_stage, True)[0]
+    rounded = run_distributed(gradients_of_copies, 1, 64, zero_stage, False)[0]
+    # A power of two scales without rounding, and 64 equal bf16 numbers have a sum that fp32 holds.
+    assert [name for name, value in one.items() if not torch.equal(exact[name], value)] == []
+    assert not all(torch.equal(rounded[name], value) for name, value in one.items())

@@ -20,6 +20,7 @@ GENERATED = {
     "bf16": "--training.precision",
     "fp16": "--training.precision",
     "zero_optimization.stage": "--training.zero_stage",
+    "data_types": "--training.fp32_gradients",
     "activation_checkpointing": "--training.recompute",
     "tensorboard": "--logging.directory",
 }
@@ -124,6 +125,16 @@ def _precision_problems(config: RunConfig) -> Iterator[str]:
         yield (
             "--training.precision bf16 needs fp32 master weights, which --training.zero_stage 0 does "
             "not keep; use --training.zero_stage 1"
+        )
+    if training.fp32_gradients and training.precision != "bf16":
+        yield (
+            f"--training.fp32_gradients true is for --training.precision bf16; with {training.precision} gradients "
+            "are in fp32 already, leave it false"
+        )
+    elif training.fp32_gradients and training.zero_stage not in (2, 3):
+        yield (
+            f"--training.fp32_gradients true does not work with --training.zero_stage {training.zero_stage}; use "
+            "--training.zero_stage 2 or 3"
         )
 
 
