@@ -34,7 +34,7 @@ def build_groups(parallel: ParallelConfig, seed: int) -> None:
         parallel: the layout; torch.distributed must already be initialised with a fitting world size.
         seed: of dropout; data-parallel ranks get different dropout, tensor-parallel ranks agree where they must.
     """
-    parallel_state.destroy_model_parallel()
+    destroy_groups()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
@@ -51,6 +51,19 @@ def build_groups(parallel: ParallelConfig, seed: int) -> None:
     )
     torch.manual_seed(rank_seed)
     model_parallel_cuda_manual_seed(rank_seed, force_reset_rng=True)
+
+
+def destroy_groups() -> None:
+    """Destroys Megatron-core's process groups, those of the whole world excepted.
+
+    Megatron-core only forgets them; torch.distributed would keep them, each with three threads of gloo that wake a
+    hundred times a second, as would a cache of Megatron-core's rotary embedding.
+    """
+    for group in parallel_state._global_process_group_list or []:
+        if isinstance(group, torch.distributed.ProcessGroup):
+            torch.distributed.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()
+    RotaryEmbedding.forward.cache_clear()
 
 
 def _interleaved(parallel: ParallelConfig) -> bool:
@@ -74,8 +87,6 @@ def single_process(seed: int = 1234) -> Iterator[None]:
     try:
         yield
     finally:
-        parallel_state.destroy_model_parallel()
-        # Its cache holds the groups, and with them gloo's threads, long after they were destroyed.
-        RotaryEmbedding.forward.cache_clear()
+        destroy_groups()
         if owns_world:
             torch.distributed.destroy_process_group()

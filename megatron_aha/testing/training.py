@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,7 @@ class TinyRun:
 
     Attributes:
         steps: result of each step.
-        gradients: global gradients of the last step before the optimizer's, on rank 0 of each replica.
+        gradients: global gradients of one step before the optimizer's, on rank 0 of each replica.
         weights: global weights after the last step.
         disagreeing: names of weights of which two ranks hold different copies.
     """
@@ -39,14 +40,24 @@ class TinyRun:
 def start_tiny(config: RunConfig) -> TrainingEngine:
     """Returns an engine with freshly drawn weights; torch.distributed must be initialised."""
     init_distributed()
+    gc.collect()  # an earlier engine holds its process groups, and these their threads
     build_groups(config.parallel, config.training.seed)
     model = build_stage(config.model, config.aha, config.parallel, config.training)
     initialise_weights(model, config.training.seed)
     return TrainingEngine(model, config)
 
 
-def train_tiny(config: RunConfig, steps: int, *, masked: bool = True) -> TinyRun:
-    """Trains for some steps on the tiny batches; gradients are caught just before the last optimizer step."""
+def train_tiny(
+    config: RunConfig, steps: int, *, masked: bool = True, gradients_at: int | None = None
+) -> TinyRun:
+    """Trains for some steps on the tiny batches.
+
+    Args:
+        config: of the run.
+        steps: how many.
+        masked: see ``tiny_micro_batches``.
+        gradients_at: step whose gradients are caught just before its optimizer step; None: the last.
+    """
     from deepspeed.utils import safe_get_full_fp32_param
 
     engine = start_tiny(config)
@@ -59,7 +70,7 @@ def train_tiny(config: RunConfig, steps: int, *, masked: bool = True) -> TinyRun
             dp_size=parallel_state.get_data_parallel_world_size(),
             masked=masked,
         )
-        if step == steps:
+        if step == (gradients_at or steps):
             catch_gradients(engine, run)
         run.steps.append(engine.train_step(step, batches))
 
@@ -79,7 +90,7 @@ def catch_gradients(engine: TrainingEngine, run: TinyRun) -> None:
     original = engine.deepspeed.step
 
     def step(*args: Any, **kwargs: Any) -> None:
-        if engine.deepspeed.is_gradient_accumulation_boundary():
+        if engine.deepspeed.is_gradient_accumulation_boundary() and not run.gradients:
             run.gradients = gather_global(engine, safe_get_full_grad)
         original(*args, **kwargs)
 

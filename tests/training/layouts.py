@@ -18,6 +18,7 @@ from megatron_aha.testing.training import TinyRun, train_tiny
 RANKS = 4
 # Two pipeline stages of two chunks each.
 LAYERS = 4
+STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,10 @@ def all_layouts(recomputes: tuple[str, ...] = ("none", "selective", "full")) -> 
 
 @dataclass
 class Measured:
-    """One layout's first step.
+    """One layout's first steps.
 
     Attributes:
-        run: losses, statistics and gradients.
+        run: losses, statistics, gradients of the first step and weights after the last.
         smallest_logit: over all routers, tokens and heads of all ranks.
     """
 
@@ -82,7 +83,7 @@ class Measured:
 
 
 def measure(configs: list[RunConfig]) -> list[Measured]:
-    """Trains each configuration for one step in this pool of ranks, one after the other."""
+    """Trains each configuration for five steps in this pool of ranks, one after the other."""
     return [_measure(config) for config in configs]
 
 
@@ -94,7 +95,7 @@ def _measure(config: RunConfig) -> Measured:
             smallest.append(float(logits.detach().abs().min()))
 
     with torch.nn.modules.module.register_module_forward_hook(look):
-        run = train_tiny(config, 1)
+        run = train_tiny(config, STEPS, gradients_at=1)
     everywhere = torch.tensor(min(smallest))
     torch.distributed.all_reduce(everywhere, op=torch.distributed.ReduceOp.MIN)
     return Measured(run, float(everywhere))

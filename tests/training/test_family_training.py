@@ -43,6 +43,7 @@ def train_all(configs: list[RunConfig]) -> list[TinyRun]:
     return [train_tiny(config, 2) for config in configs]
 
 
+@pytest.mark.slow  # nine layouts of four ranks
 def test_losses_and_gradients_are_those_of_one_process() -> None:
     wanted = run_distributed(train_all, 1, [config_of(name) for name in MODELS], timeout=200)[0]
     configs = [config_of(name, *layout) for layout in LAYOUTS for name in MODELS]
