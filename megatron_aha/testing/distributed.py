@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -103,6 +104,8 @@ def _rank_main(
 
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
             torch.set_num_threads(1)
+            # The libraries live as long as the process: collecting a model need not look at them each time.
+            gc.freeze()
             from megatron_aha.parallel.layout import prepare_platform
 
             prepare_platform()

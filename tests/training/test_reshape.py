@@ -102,7 +102,9 @@ def in_pools(function: Any, work: list[tuple[Layout, RunConfig]]) -> list[list[f
 @pytest.mark.parametrize(
     ("pairs", "same"),
     [
-        pytest.param(every_change(), LAYOUTS[::12], id="every change of every factor"),
+        pytest.param(
+            every_change(), LAYOUTS[::12], id="every change of every factor", marks=pytest.mark.slow
+        ),
         pytest.param(
             list(itertools.permutations(LAYOUTS, 2)),
             LAYOUTS,
