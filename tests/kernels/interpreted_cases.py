@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from aha_kernels import aha_attention, aha_decode
 from tests.kernels import bf16_interpreter
-from tests.kernels.helpers import assert_close, make_call, run, run_reference
+from tests.kernels.helpers import assert_close, calls, in_chunks, make_call, run, run_reference, seen
 from tests.kernels.test_decode import paged
 
 bf16_interpreter.repair()
@@ -27,6 +26,12 @@ CASES: dict[str, dict[str, Any]] = {
         "usage": 0.4,
         "num_sink_tokens": 3,
         "cu_seqlens": DOCUMENTS,
+    },
+    "empty and one-token documents": {
+        "queries": 32,
+        "window": 4,
+        "usage": 0.5,
+        "cu_seqlens": torch.tensor([0, 0, 1, 1, 32], dtype=torch.int32),
     },
     "padding on both sides": {
         "batch": 3,
@@ -52,6 +57,44 @@ def test_kernels_equal_the_definition(options: dict[str, Any]) -> None:
     assert_close(run(call, backend="triton"), run_reference(call), torch.float32)
 
 
+@pytest.mark.parametrize("window", [1, 2, 8, 31, 32, 33])
+def test_a_here_token_sees_exactly_its_window(window: int) -> None:
+    expected = [[max(0, t - window + 1) <= j <= t for j in range(32)] for t in range(32)]
+    assert seen(0.0, window, 32, backend="triton").tolist() == expected
+
+
+def test_an_all_token_sees_every_key_before_it() -> None:
+    assert torch.equal(seen(1.0, 3, 32, backend="triton"), torch.ones(32, 32).tril().bool())
+
+
+@pytest.mark.parametrize("length", [1, 7, 33, 257])
+@pytest.mark.parametrize("window", [1, 10, 500])
+def test_lengths_and_windows_that_divide_nothing(length: int, window: int) -> None:
+    call = make_call(queries=length, window=window, heads=1, kv_heads=1, head_dim=64, usage=0.2)
+    assert_close(run(call, backend="triton"), run_reference(call), torch.float32)
+
+
+def test_rows_that_see_nothing_are_zero_and_give_no_gradient() -> None:
+    start, end = torch.tensor([5, 20, 0]), torch.tensor([20, 20, 3])
+    options = {"key_start": start, "key_end": end, "head_dim": 64}
+    call = make_call(batch=3, queries=20, window=4, usage=0.5, **options)  # type: ignore[arg-type]
+    out, dq, dk, dv, droute = run(call, backend="triton")
+    assert_close((out, dq, dk, dv, droute), run_reference(call), torch.float32)
+    assert not out[0, :5].any() and not out[1].any()
+    assert not dq[0, :5].any() and not dk[1].any() and not droute[1].any()
+    assert not dk[2, 3:].any() and not dv[2, 3:].any()
+
+
+@pytest.mark.parametrize(
+    ("chunks", "usage"), [([20, 12], 0.0), ([20, 12], 0.5), ([20, 12], 1.0), ([1] * 32, 0.5)]
+)
+def test_chunks_equal_one_pass(chunks: list[int], usage: float) -> None:
+    call = make_call(queries=32, window=8, usage=usage, head_dim=64)
+    with torch.no_grad():
+        whole = aha_attention(*call.leaves(), 8, backend="torch")
+        assert torch.allclose(in_chunks(call, chunks, backend="triton"), whole, atol=1e-5)
+
+
 @pytest.mark.parametrize("sinks", [0, 3])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(dtype: torch.dtype, sinks: int) -> None:
@@ -72,39 +115,12 @@ def test_the_interpreter_rounds_to_bf16_as_torch_does() -> None:
     assert np.array_equal(bf16_interpreter.to_float(ours.numpy().view(np.uint16)), values.bfloat16().float())
 
 
-@st.composite
-def calls(draw: st.DrawFn) -> dict[str, Any]:
-    kv_heads, group = draw(st.sampled_from([(1, 1), (1, 3), (1, 8), (2, 1), (2, 2), (2, 4), (3, 2), (8, 1)]))
-    batch, queries = draw(st.integers(1, 2)), draw(st.integers(1, 150 // (kv_heads * group)))
-    options: dict[str, Any] = {
-        "batch": batch,
-        "queries": queries,
-        "kv_heads": kv_heads,
-        "heads": kv_heads * group,
-        "head_dim": draw(st.sampled_from([64, 96])),
-        "window": draw(st.sampled_from([1, 2, 7, 16, 33, 200])),
-        "usage": draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])),
-        "seed": draw(st.integers(0, 10_000)),
-        "strided": draw(st.booleans()),
-        "num_sink_tokens": draw(st.sampled_from([0, 0, 1, 5, 40])),
-        "dtype": draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16])),
-    }
-    kind = draw(st.sampled_from(["plain", "documents", "offset", "padding"]))
-    if kind == "documents":
-        borders = sorted(draw(st.lists(st.integers(0, queries), max_size=5)))
-        options.update(batch=1, cu_seqlens=torch.tensor([0, *borders, queries], dtype=torch.int32))
-    elif kind == "offset":
-        offsets = [draw(st.integers(0, 60)) for _ in range(batch)]
-        options.update(query_offset=torch.tensor(offsets), keys=queries + max(offsets))
-    elif kind == "padding":
-        starts = [draw(st.integers(0, queries)) for _ in range(batch)]
-        ends = [draw(st.integers(0, queries)) for _ in range(batch)]
-        options.update(key_start=torch.tensor(starts), key_end=torch.tensor(ends))
-    return options
+HEADS = [(1, 1), (1, 3), (1, 8), (2, 1), (2, 2), (2, 4), (3, 2), (8, 1)]
+DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16)
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)
-@given(calls())
+@given(calls(HEADS, [64, 96], longest=150, most_rows=150, dtypes=DTYPES))
 def test_random_shapes_equal_the_definition_and_repeat_bit_for_bit(options: dict[str, Any]) -> None:
     call = make_call(**options)
     first, second = run(call, backend="triton"), run(call, backend="triton")
