@@ -12,11 +12,12 @@ import torch
 from hypothesis import given, settings
 
 from aha_kernels import aha_attention, aha_decode
-from tests.kernels import bf16_interpreter
+from tests.kernels import interpreter_repairs
 from tests.kernels.helpers import assert_close, calls, in_chunks, make_call, run, run_reference, seen
 from tests.kernels.test_decode import paged
 
-bf16_interpreter.repair()
+interpreter_repairs.repair_bf16()
+interpreter_repairs.repair_loop_bounds()
 DOCUMENTS = torch.tensor([0, 0, 1, 30, 77], dtype=torch.int32)
 CASES: dict[str, dict[str, Any]] = {
     "grouped heads, strided": {"queries": 100, "heads": 4, "kv_heads": 2, "window": 17, "strided": True},
@@ -110,9 +111,11 @@ def test_the_interpreter_rounds_to_bf16_as_torch_does() -> None:
     ties = (bits & -65536) | 0x8000  # half-way between two bf16 numbers
     values = torch.cat([bits, ties]).view(torch.float32)
     values = torch.cat([values[torch.isfinite(values)], torch.tensor([0.0, -0.0, float("inf"), 3.4e38])])
-    ours = torch.from_numpy(bf16_interpreter.to_patterns(values.numpy()).astype(np.int16))
+    ours = torch.from_numpy(interpreter_repairs.to_patterns(values.numpy()).astype(np.int16))
     assert torch.equal(ours, values.bfloat16().view(torch.int16))
-    assert np.array_equal(bf16_interpreter.to_float(ours.numpy().view(np.uint16)), values.bfloat16().float())
+    assert np.array_equal(
+        interpreter_repairs.to_float(ours.numpy().view(np.uint16)), values.bfloat16().float()
+    )
 
 
 HEADS = [(1, 1), (1, 3), (1, 8), (2, 1), (2, 2), (2, 4), (3, 2), (8, 1)]
