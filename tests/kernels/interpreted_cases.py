@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from aha_kernels import aha_attention, aha_decode
+from aha_kernels import InputError, aha_attention, aha_decode
 from tests.kernels import interpreter_repairs
 from tests.kernels.helpers import assert_close, calls, in_chunks, make_call, run, run_reference, seen
 from tests.kernels.test_decode import paged
@@ -33,6 +33,15 @@ CASES: dict[str, dict[str, Any]] = {
         "window": 4,
         "usage": 0.5,
         "cu_seqlens": torch.tensor([0, 0, 1, 1, 32], dtype=torch.int32),
+    },
+    # Its later rows must not see the keys that all rows of the document before see.
+    "a block of rows across documents": {
+        "queries": 150,
+        "heads": 1,
+        "kv_heads": 1,
+        "window": 9,
+        "usage": 1.0,
+        "cu_seqlens": torch.tensor([0, 100, 150], dtype=torch.int32),
     },
     "padding on both sides": {
         "batch": 3,
@@ -84,6 +93,18 @@ def test_rows_that_see_nothing_are_zero_and_give_no_gradient() -> None:
     assert not out[0, :5].any() and not out[1].any()
     assert not dq[0, :5].any() and not dk[1].any() and not droute[1].any()
     assert not dk[2, 3:].any() and not dv[2, 3:].any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"head_dim": 32}, "head_dim is 32, not one of 64, 96, 128, 256"),
+        ({"dtype": torch.float64}, "float64"),
+    ],
+)
+def test_what_the_kernels_cannot_compute_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=f"backend='triton' cannot compute this call: .*{words}"):
+        run(make_call(**({"head_dim": 64} | changes)), backend="triton")
 
 
 @pytest.mark.parametrize(
