@@ -38,7 +38,7 @@ INSTALL_REQUIRES = [
 EXTRAS_REQUIRE = {
     # Reading GGUF files, as the quickstart does; safetensors checkpoints need neither.
     "gguf": ["gguf>=0.17", "accelerate>=1.0"],
-    "gpu": ["triton>=3.2", "flash-attn>=2.7", "transformer-engine[pytorch]>=2.0"],
+    "gpu": ["triton>=3.6", "flash-attn>=2.7", "transformer-engine[pytorch]>=2.0"],
     "plots": ["matplotlib>=3.8"],
     "dev": [
         "build>=1.2",

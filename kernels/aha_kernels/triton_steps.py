@@ -142,11 +142,13 @@ def finish_softmax(acc, peak, total):
 def load_rows(
     q_base, D_OUT, LSE, DELTA, place, q_row, ok, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """Returns what the gradient needs of rows: q, d_out, log-sum-exp in base 2 (0 for -inf) and <dO, O>."""
+    """Returns what the gradient needs of rows: q, d_out, log-sum-exp in base 2 and <dO, O>.
+
+    Rows that see no key have a log-sum-exp of -inf, and infinite weights that no mask lets through.
+    """
     q = load_tile(q_base, q_row, 1, ok, D, BLOCK_D)
     d_out = load_tile(D_OUT, place * D, 1, ok, D, BLOCK_D)
     lse = tl.load(LSE + place, mask=ok, other=0.0) * 1.4426950408889634
-    lse = tl.where(lse == float("-inf"), 0.0, lse)
     return q, d_out, lse, tl.load(DELTA + place, mask=ok, other=0.0)
 
 

@@ -1,8 +1,8 @@
 """Tile shapes of the Triton kernels: a small table instead of a search at start-up.
 
 They are chosen to compile without spills into the shared memory of their chips, which tests check without a
-GPU; docs/kernels-compile.md tells what has been seen. They have not been timed on a GPU yet, and those of
-gfx942 have not been compiled.
+GPU; docs/kernels-compile.md tells what has been seen, docs/kernels.md which still spill. They have not been timed
+on a GPU yet.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Shared by the kernel tests: random calls, and their comparison with the float64 definition."""
+"""Shared by the kernel tests: calls at random or drawn by hypothesis, and their comparison with the float64
+definition.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from aha_kernels import aha_attention, torch_path
@@ -63,6 +66,61 @@ def make_call(
     return Call(q, k, v, route, window, options)
 
 
+@st.composite
+def geometries(draw: st.DrawFn, batch: int, queries: int) -> dict[str, Any]:
+    """Returns options of :func:`make_call` that say which keys exist: all, documents, a cache before the
+    queries (for all items or for each), or padding at both ends.
+    """
+    kind = draw(st.sampled_from(["plain", "documents", "offset", "offsets", "padding"]))
+
+    def each(most: int) -> list[int]:
+        return [draw(st.integers(0, most)) for _ in range(batch)]
+
+    if kind == "documents":
+        borders = sorted(draw(st.lists(st.integers(0, queries), max_size=5)))
+        return {"batch": 1, "cu_seqlens": torch.tensor([0, *borders, queries], dtype=torch.int32)}
+    if kind == "offset":
+        (offset, *_) = each(60)
+        return {"query_offset": offset, "keys": queries + offset}
+    if kind == "offsets":
+        offsets = each(60)
+        return {"query_offset": torch.tensor(offsets), "keys": queries + max(offsets)}
+    if kind == "padding":
+        return {"key_start": torch.tensor(each(queries)), "key_end": torch.tensor(each(queries))}
+    return {}
+
+
+@st.composite
+def calls(
+    draw: st.DrawFn,
+    heads: list[tuple[int, int]],
+    head_dims: list[int],
+    longest: int,
+    most_rows: int,
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,),
+) -> dict[str, Any]:
+    """Returns options of :func:`make_call`; heads lists pairs of KV heads and query heads of each, most_rows
+    bounds queries times query heads.
+    """
+    kv_heads, group = draw(st.sampled_from(heads))
+    batch = draw(st.integers(1, 3))
+    queries = draw(st.integers(1, min(longest, most_rows // (kv_heads * group))))
+    options = {
+        "batch": batch,
+        "queries": queries,
+        "kv_heads": kv_heads,
+        "heads": kv_heads * group,
+        "head_dim": draw(st.sampled_from(head_dims)),
+        "window": draw(st.sampled_from([1, 2, 7, 16, 33, 100, 400])),
+        "usage": draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])),
+        "seed": draw(st.integers(0, 10_000)),
+        "strided": draw(st.booleans()),
+        "num_sink_tokens": draw(st.sampled_from([0, 0, 1, 5, 40])),
+        "dtype": draw(st.sampled_from(dtypes)),
+    }
+    return options | draw(geometries(batch, queries))
+
+
 def run(call: Call, **extra: Any) -> tuple[Tensor, ...]:
     """Returns (out, dq, dk, dv, droute) of aha_attention under a fixed random output gradient."""
     out = aha_attention(*call.leaves(), call.window, **call.options, **extra)
@@ -94,6 +152,29 @@ def assert_close(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], dtype
         assert torch.isfinite(ours).all(), f"{name} is not finite"
         error = (ours.double() - truth).square().mean().sqrt() / truth.square().mean().sqrt().clamp_min(0.05)
         assert error <= TOLERANCE[dtype], f"{name}: relative error {error:.2e}"
+
+
+def seen(route: float, window: int, length: int, **options: Any) -> Tensor:
+    """Returns bool [queries, keys]: the keys whose value reaches a query's output."""
+    q = torch.zeros(1, length, 1, 64)
+    v = torch.eye(length, 64)[None, :, None]
+    out = aha_attention(q, q, v, torch.full((1, length, 1), route), window, **options)
+    return out[0, :, 0, :length] > 0
+
+
+def in_chunks(call: Call, chunks: list[int], **options: Any) -> Tensor:
+    """Returns the output of a call computed chunk by chunk of its queries, each behind the keys before it."""
+    parts, offset = [], 0
+    for size in chunks:
+        rows, keys = slice(offset, offset + size), slice(0, offset + size)
+        q, route = call.q[:, rows], call.route[:, rows]
+        parts.append(
+            aha_attention(
+                q, call.k[:, keys], call.v[:, keys], route, call.window, query_offset=offset, **options
+            )
+        )
+        offset += size
+    return torch.cat(parts, 1)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,9 @@ from aha_kernels.problem import Problem
 from aha_kernels.reference import visible_keys
 from aha_kernels.tile_counts import count_tiles
 from tests.kernels.helpers import make_call
+from tests.kernels.interpreter_repairs import repair_loop_bounds
 
+repair_loop_bounds()
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"queries": 130, "window": 20, "usage": 0.1},
     "documents and sinks": {

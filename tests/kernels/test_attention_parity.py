@@ -7,44 +7,23 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tests.kernels.helpers import NAMES, Call, assert_close, make_call, run, run_reference, shortest_banded
+from tests.kernels.helpers import (
+    NAMES,
+    Call,
+    assert_close,
+    calls,
+    make_call,
+    run,
+    run_reference,
+    shortest_banded,
+)
 
-
-@st.composite
-def calls(draw: st.DrawFn) -> dict[str, Any]:
-    kv_heads = draw(st.sampled_from([1, 2, 4]))
-    batch = draw(st.integers(1, 3))
-    queries = draw(st.integers(1, 300))
-    options: dict[str, Any] = {
-        "batch": batch,
-        "queries": queries,
-        "kv_heads": kv_heads,
-        "heads": kv_heads * draw(st.sampled_from([1, 2])),
-        "head_dim": draw(st.sampled_from([8, 16, 64])),
-        "window": draw(st.sampled_from([1, 2, 7, 16, 33, 100, 400])),
-        "usage": draw(st.sampled_from([0.0, 0.05, 0.5, 1.0])),
-        "seed": draw(st.integers(0, 10_000)),
-        "strided": draw(st.booleans()),
-        "num_sink_tokens": draw(st.sampled_from([0, 0, 1, 5])),
-    }
-    kind = draw(st.sampled_from(["plain", "documents", "offset", "padding"]))
-    if kind == "documents":
-        borders = sorted(draw(st.lists(st.integers(0, queries), max_size=5)))
-        options.update(batch=1, cu_seqlens=torch.tensor([0, *borders, queries], dtype=torch.int32))
-    elif kind == "offset":
-        offset = draw(st.integers(0, 60))
-        options.update(query_offset=offset, keys=queries + offset)
-    elif kind == "padding":
-        starts = [draw(st.integers(0, queries)) for _ in range(batch)]
-        ends = [draw(st.integers(0, queries)) for _ in range(batch)]
-        options.update(key_start=torch.tensor(starts), key_end=torch.tensor(ends))
-    return options
+CALLS = calls([(k, g) for k in (1, 2, 4) for g in (1, 2)], [8, 16, 64], longest=300, most_rows=2400)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(calls())
+@given(CALLS)
 def test_bands_and_far_rows_equal_the_definition(options: dict[str, Any]) -> None:
     call = make_call(**options)
     with shortest_banded(0):
@@ -52,7 +31,7 @@ def test_bands_and_far_rows_equal_the_definition(options: dict[str, Any]) -> Non
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
-@given(calls())
+@given(CALLS)
 def test_the_dense_path_of_short_segments_equals_the_definition(options: dict[str, Any]) -> None:
     call = make_call(**options)
     with shortest_banded(10**9):

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from aha_kernels import aha_attention
 from aha_kernels.reference import visible_keys
-from tests.kernels.helpers import Call, assert_close, make_call, run, run_reference, shortest_banded
+from tests.kernels.helpers import (
+    Call,
+    assert_close,
+    in_chunks,
+    make_call,
+    run,
+    run_reference,
+    seen,
+    shortest_banded,
+)
 
 BOTH_PATHS = pytest.mark.parametrize("scores", [0, 10**9], ids=["bands", "dense"])
-
-
-def seen(route: float, window: int, length: int, **options: Any) -> Tensor:
-    """Returns bool [queries, keys]: the keys whose value reaches a query's output."""
-    q = torch.zeros(1, length, 1, length)
-    k = torch.zeros(1, length, 1, length)
-    v = torch.eye(length)[None, :, None]
-    out = aha_attention(q, k, v, torch.full((1, length, 1), route), window, **options)
-    return out[0, :, 0] > 0
 
 
 @BOTH_PATHS
@@ -68,16 +66,9 @@ def test_chunks_equal_one_pass(chunks: list[int], usage: float, scores: int) -> 
     call = make_call(queries=32, window=8, usage=usage)
     with torch.no_grad():
         whole = aha_attention(*call.leaves(), 8)
-        parts, offset = [], 0
         with shortest_banded(scores):
-            for size in chunks:
-                rows, keys = slice(offset, offset + size), slice(0, offset + size)
-                q, route = call.q[:, rows], call.route[:, rows]
-                parts.append(
-                    aha_attention(q, call.k[:, keys], call.v[:, keys], route, 8, query_offset=offset)
-                )
-                offset += size
-    assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-6)
+            parts = in_chunks(call, chunks)
+    assert torch.allclose(parts, whole, atol=1e-6)
 
 
 @BOTH_PATHS

@@ -22,6 +22,7 @@ from aha_kernels.triton_geometry import (
     span_tiles,
     work_list,
 )
+from tests.kernels.helpers import geometries
 
 HEADS, KV_HEADS, GROUP = 6, 2, 3
 
@@ -29,18 +30,9 @@ HEADS, KV_HEADS, GROUP = 6, 2, 3
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[torch.Tensor, int, dict[str, Any]]:
     batch, queries = draw(st.integers(1, 2)), draw(st.integers(1, 50))
-    options: dict[str, Any] = {"num_sink_tokens": draw(st.sampled_from([0, 0, 1, 6]))}
-    keys = queries
-    kind = draw(st.sampled_from(["plain", "documents", "offset", "padding"]))
-    if kind == "documents":
-        borders = sorted(draw(st.lists(st.integers(0, queries), max_size=5)))
-        batch, options["cu_seqlens"] = 1, torch.tensor([0, *borders, queries], dtype=torch.int32)
-    elif kind == "offset":
-        offsets = [draw(st.integers(0, 40)) for _ in range(batch)]
-        keys, options["query_offset"] = queries + max(offsets), torch.tensor(offsets)
-    elif kind == "padding":
-        options["key_start"] = torch.tensor([draw(st.integers(0, queries)) for _ in range(batch)])
-        options["key_end"] = torch.tensor([draw(st.integers(0, queries)) for _ in range(batch)])
+    options = draw(geometries(batch, queries))
+    batch, keys = options.pop("batch", batch), options.pop("keys", queries)
+    options["num_sink_tokens"] = draw(st.sampled_from([0, 0, 1, 6]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
     usage = draw(st.sampled_from([0.0, 0.2, 1.0]))
     return (torch.rand(batch, queries, HEADS, generator=generator) < usage).float(), keys, options

@@ -10,8 +10,8 @@ from megatron_aha.attention.packed import pack
 from megatron_aha.config.parallel import ParallelConfig
 from megatron_aha.config.run import RunConfig
 from megatron_aha.testing.distributed import run_distributed
-from megatron_aha.testing.tiny import tiny_config
-from megatron_aha.testing.training import TinyRun, train_tiny
+from megatron_aha.testing.tiny import tiny_config, tiny_micro_batches
+from megatron_aha.testing.training import TinyRun, catch_gradients, start_tiny, train_tiny
 
 
 def run(recompute: str) -> TinyRun:
@@ -28,6 +28,32 @@ def test_recompute_gives_equal_losses_routes_and_gradients(recompute: str) -> No
     assert recomputed.steps[0].router.router_loss == plain.steps[0].router.router_loss
     error, name = largest_relative_error(recomputed.gradients, plain.gradients)
     assert error < 1e-6, name
+
+
+def step_at_the_threshold(config: RunConfig) -> TinyRun:
+    """Trains one step from routers whose logits are 0 and +-1e-8 in every token."""
+    engine = start_tiny(config)
+    for name, parameter in engine.model.named_parameters():
+        if ".router." in name:
+            at_zero = torch.tensor([0.0, 1e-8, -1e-8, -0.0])
+            parameter.data.copy_(at_zero if name.endswith(".bias") else torch.zeros_like(parameter))
+    run = TinyRun()
+    catch_gradients(engine, run)
+    run.steps.append(engine.train_step(1, tiny_micro_batches(config, 1)))
+    return run
+
+
+def test_logits_at_the_threshold_decide_alike_under_recompute() -> None:
+    runs = {}
+    for recompute in ("none", "selective", "full"):
+        config = tiny_config()
+        config.training.recompute = recompute
+        runs[recompute] = run_distributed(step_at_the_threshold, 1, config)[0]
+        assert runs[recompute].steps[0].router.usage == 0.25  # 1e-8 alone is above 0
+    for name in ("selective", "full"):
+        assert runs[name].steps[0].lm_loss == runs["none"].steps[0].lm_loss
+        error, parameter = largest_relative_error(runs[name].gradients, runs["none"].gradients)
+        assert error < 1e-6, parameter
 
 
 def frozen(recompute: str, ranks: int = 1, zero_stage: int = 0, **parallel: int | bool) -> TinyRun:

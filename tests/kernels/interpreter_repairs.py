@@ -1,10 +1,12 @@
-"""Makes Triton's interpreter compute with bf16 numbers: test-only, and only for what our kernels do with
-them.
+"""Repairs faults of Triton's interpreter: test-only, and only for what our kernels do.
 
-The interpreter keeps bf16 as raw 16-bit patterns. Its casts from fp32 cut instead of rounding to the nearest
-even, and its dots and element-wise operations compute on the patterns as if they were integers, silently.
-:func:`repair` rounds the casts, gives the dots fp32 copies (products of bf16 numbers are exact in fp32, as
+It keeps bf16 as raw 16-bit patterns. Its casts from fp32 cut instead of rounding to the nearest even, and its
+dots and element-wise operations compute on the patterns as if they were integers, silently.
+:func:`repair_bf16` rounds the casts, gives the dots fp32 copies (products of bf16 numbers are exact in fp32, as
 in tensor cores) and refuses every other operation on bf16.
+
+In triton 3.6 with NumPy 2.4 or later the bounds of a loop cannot be computed at run time, which
+:func:`repair_loop_bounds` mends; later versions do the same.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 ELEMENTWISE = ("binary_op", "unary_op", "create_fabs", "create_fma", "create_clampf", "create_idiv")
@@ -35,8 +38,19 @@ def is_bf16(handle: Any) -> bool:
     return isinstance(handle, TensorHandle) and handle.dtype.scalar == tl.bfloat16
 
 
-def repair() -> None:
-    """Patches the interpreter of this process."""
+def repair_loop_bounds() -> None:
+    """Patches the interpreter of this process to accept arrays of one element as bounds."""
+    patch = interpreter._patch_lang_tensor
+
+    def patch_tensor(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = patch_tensor
+
+
+def repair_bf16() -> None:
+    """Patches the interpreter of this process to compute with bf16 numbers."""
     cast, dot, convert = (
         getattr(InterpreterBuilder, name) for name in ("cast_impl", "create_dot", "create_fp_to_fp")
     )
