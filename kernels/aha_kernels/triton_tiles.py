@@ -1,8 +1,7 @@
 """Tile shapes of the Triton kernels: a small table instead of a search at start-up.
 
 They are chosen to compile without spills into the shared memory of their chips, which tests check without a
-GPU; docs/kernels-compile.md tells what has been seen, docs/kernels.md which still spill. They have not been timed
-on a GPU yet.
+GPU; docs/kernels-compile.md tells what has been seen. They have not been timed on a GPU yet.
 """
 
 from __future__ import annotations
@@ -30,18 +29,28 @@ TILES: dict[str, dict[str, tuple[Tile, Tile]]] = {
         "probe": (Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
         "query": (Tile(64, 32, 8, 2), Tile(32, 32, 8, 1)),
         "key_value": (Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)),
+        "decode": (Tile(16, 64, 4, 2), Tile(16, 32, 4, 2)),
     },
     "sm_90": {
         "near": (Tile(128, 64, 8, 2), Tile(64, 32, 8, 2)),
         "rows": (Tile(128, 64, 8, 2), Tile(64, 32, 8, 2)),
-        "probe": (Tile(128, 64, 8, 2), Tile(64, 32, 8, 2)),
+        "probe": (Tile(128, 32, 8, 2), Tile(64, 32, 8, 2)),
         "query": (Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)),
         "key_value": (Tile(32, 128, 8, 2), Tile(32, 32, 8, 1)),
+        "decode": (Tile(16, 64, 4, 2), Tile(16, 32, 4, 2)),
     },
 }
-TILES["sm_100"] = TILES["sm_90"]
-TILES["gfx942"] = TILES["sm_80"]
-SINGLE_FORWARD, SINGLE_BACKWARD = Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)  # fp32, on every chip
+TILES["sm_100"] = TILES["sm_90"] | {"decode": (Tile(16, 64, 8, 2), Tile(16, 32, 4, 2))}
+TILES["gfx942"] = TILES["sm_80"] | {  # with 4 warps a thread has 512 registers, with 8 half of them
+    "probe": (Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)),
+    "query": (Tile(64, 32, 8, 2), Tile(32, 32, 4, 1)),
+    "key_value": (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+}
+SINGLE = {  # in fp32, on every chip
+    **dict.fromkeys(("near", "rows", "probe"), Tile(64, 32, 4, 1)),
+    **dict.fromkeys(("query", "key_value"), Tile(32, 32, 4, 1)),
+    "decode": Tile(16, 32, 4, 2),
+}
 
 
 def architecture(device: torch.device) -> str:
@@ -59,8 +68,6 @@ def kernel_tile(kernel: str, head_dim: int, dtype: torch.dtype, architecture: st
     gradients), query or key_value (backward), decode (its rows are a KV group's heads times the new tokens,
     at least 16).
     """
-    if kernel == "decode":
-        return Tile(16, 64 if head_dim <= 128 and dtype != torch.float32 else 32, 4, 2)
     if dtype == torch.float32:
-        return SINGLE_BACKWARD if kernel in ("query", "key_value") else SINGLE_FORWARD
+        return SINGLE[kernel]
     return TILES[architecture][kernel][head_dim > 128]

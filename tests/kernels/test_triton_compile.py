@@ -10,12 +10,13 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tools.compile_kernels import SHARED_MEMORY
+from tools.compile_kernels import SHARED_MEMORY, shipped_kernels
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -60,7 +61,16 @@ def test_hopper_with_head_dim_128() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("architecture", "head_dim"), [("sm_80", 64), ("sm_80", 128), ("sm_90", 64), ("sm_90", 256)]
+    ("architecture", "head_dim"),
+    [
+        ("sm_80", 64),
+        ("sm_80", 128),
+        ("sm_90", 64),
+        ("sm_90", 96),
+        ("sm_90", 256),
+        ("sm_100", 128),
+        ("gfx942", 128),
+    ],
 )
 def test_other_chips_and_head_dims(architecture: str, head_dim: int) -> None:
     check(architecture, head_dim)
@@ -79,12 +89,13 @@ def test_the_report_lists_the_tiles_that_are_shipped() -> None:
         "decode_split": "decode",
     }
     rows = [line.split(" | ") for line in REPORT.read_text().splitlines() if line.startswith("| ")]
-    seen = 0
+    seen = Counter[tuple[str, str]]()
     for kernel, options, architecture, head_dim, tile, *_ in rows[1:]:
         kernel = kernel.removeprefix("| ")
         name = names.get(kernel) or ("probe" if "PROBE=True" in options else "rows")
         shipped = kernel_tile(name, int(head_dim), torch.bfloat16, architecture)
         numbers = tuple(int(x) for x in re.findall(r"\d+", tile))
         assert numbers == (shipped.rows, shipped.keys, shipped.warps, shipped.stages), (kernel, head_dim)
-        seen += 1
-    assert seen >= 11
+        seen[architecture, head_dim] += 1
+    assert set(seen) >= {(architecture, "128") for architecture in SHARED_MEMORY}
+    assert set(seen.values()) == {len(shipped_kernels())}
