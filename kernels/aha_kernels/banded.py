@@ -11,7 +11,7 @@ from torch import Tensor
 
 from aha_kernels.call import Activations, Gradients
 from aha_kernels.flash import flash_forward, flash_suits
-from aha_kernels.group import Group, all_finite, with_column
+from aha_kernels.group import LOG2E, Group, all_finite, with_column
 from aha_kernels.problem import Problem
 from aha_kernels.tiles import FarRows
 
@@ -58,7 +58,7 @@ def banded_backward(part: Activations, grads: Gradients, problem: Problem) -> bo
 
     far = work.far_rows(part.opens.reshape(-1).nonzero()[:, 0])
     far_queries, far_d_out = work.queries[far.rows], d_out[far.rows]
-    far_queries[:, work.dim] = -part.lse.reshape(-1)[far.rows]
+    work.refer(far_queries, part.lse.reshape(-1)[far.rows])
     work.set_reference(part.lse_here)
     sums = GradientSums(work)
     # d_out * share: the near weights below are relative to the near keys alone
@@ -70,7 +70,7 @@ def banded_backward(part: Activations, grads: Gradients, problem: Problem) -> bo
         if d_route is not None and near_sum is not None:
             d_route[far.rows] = -(near_sum / share)[far.rows]  # near_sum is share * <dO, O_here - O_all>
     grads.q.copy_(sums.queries.mul_(problem.softmax_scale).view_as(part.q))
-    grads.k.add_(sums.keys)
+    grads.k.add_(sums.keys, alpha=1 / LOG2E)
     grads.v.add_(sums.values)
     if grads.route is not None and d_route is not None:
         grads.route.copy_(d_route.view_as(grads.route))
@@ -92,8 +92,8 @@ def _probe(
 
 
 class GradientSums:
-    """Sums of the backward pass: rows [queries * group, dim] (without the softmax scale), keys and values
-    [keys, dim].
+    """Sums of the backward pass: rows [queries * group, dim] (without the softmax scale), keys (times log2 e, as
+    the rows of a ``Group`` are) and values [keys, dim].
     """
 
     def __init__(self, work: Group) -> None:
@@ -110,7 +110,7 @@ def probe_rows(work: Group, probes: Tensor, lse_here: Tensor, d_out: Tensor, d_r
     if len(rows) == 0:
         return True
     queries, row_d_out = work.queries[rows.rows], d_out[rows.rows]
-    queries[:, work.dim] = -lse_here.reshape(-1)[rows.rows]
+    work.refer(queries, lse_here.reshape(-1)[rows.rows])
     sums, totals = torch.zeros_like(queries[:, : work.dim]), torch.zeros_like(queries[:, 0])
     work.accumulate_far(rows, queries, work.sinks, None, sums, totals)
     # sums is weight * O_far relative to the near weight 1; the last column of d_out is -<dO, O_here>
@@ -172,7 +172,7 @@ def _far_backward(
     """Adds to gradients.keys and .values, to rows_gradient [rows, dim] and to row_sums over the far keys of
     the rows.
 
-    queries [rows, dim + 1] is ``[q * scale, -reference]``, d_out [rows, dim + 1] is ``[dO, -delta]``.
+    queries [rows, dim + 1] is ``[q * scale, -reference] * log2 e``, d_out [rows, dim + 1] is ``[dO, -delta]``.
     """
     dim = work.dim
     for tile in rows.tiles(first_key, last_key):

@@ -2,8 +2,9 @@
 
 Scores are taken relative to a number known beforehand for each row (forward: its score with its own key;
 backward: its log-sum-exp), as one more column of the matrix product: ``[q, -reference] [k, 1]^T``. So near
-    and far parts need no running maximum and merge by addition. Where scores differ so much that this
-    leaves the range of the dtype, sums are not finite, and the caller takes :mod:`aha_kernels.dense`.
+and far parts need no running maximum and merge by addition. Where scores differ so much that this
+leaves the range of the dtype, sums are not finite, and the caller takes :mod:`aha_kernels.dense`.
+The rows hold both in units of ln 2: PyTorch's exp2 takes two thirds of the time of its exp.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from aha_kernels.problem import Problem
 from aha_kernels.tiles import FAR_KEYS, FAR_ROWS, FarRows, FarTile, NearTile, near_tiles
+
+LOG2E = math.log2(math.e)
 
 
 def with_column(
@@ -42,7 +45,7 @@ class Group:
         self.num_queries, self.dim = q.shape[0], q.shape[2]
         self.softmax_scale = problem.softmax_scale
         self.window, self.sinks = problem.window, min(problem.num_sink_tokens, self.num_keys)
-        self.queries = with_column(q, 0.0, problem.softmax_scale, dtype)
+        self.queries = with_column(q, 0.0, problem.softmax_scale * LOG2E, dtype)
         self.keys, self.values = with_column(k, 1.0, 1.0, dtype), with_column(v, 1.0, 1.0, dtype)
         self.near = list(near_tiles(self.num_queries, self.num_keys, self.window, self.group))
         largest = max(tile.count * tile.queries * self.group * tile.width for tile in self.near)
@@ -51,10 +54,12 @@ class Group:
         self._buffers = [q.new_empty(size, dtype=dtype), q.new_empty(size, dtype=dtype)]
 
     def set_reference(self, reference: Tensor) -> None:
-        """Puts the number that scores are taken relative to, [queries, group], into the extra column of the
-        rows.
-        """
-        self.queries[:, self.dim] = -reference.reshape(-1)
+        """Puts the number that scores are taken relative to, [queries, group], into all rows."""
+        self.refer(self.queries, reference.reshape(-1))
+
+    def refer(self, rows: Tensor, reference: Tensor) -> None:
+        """Puts a reference [rows] into the extra column of rows [rows, dim + 1]."""
+        torch.mul(reference, -LOG2E, out=rows[:, self.dim])
 
     def far_rows(self, rows: Tensor) -> FarRows:
         """Returns the given sorted rows, without those that have no key beyond their window and the sinks."""
@@ -97,7 +102,7 @@ class Group:
             self.tile_rows(tile, self.queries), self.tile_keys(tile, self.keys).transpose(1, 2), buffer=0
         )
         tile.mask(scores, self.group, self.window)
-        return scores.exp_()
+        return scores.exp2_()
 
     def far_weights(self, rows: FarRows, tile: FarTile, queries: Tensor) -> Tensor:
         """Returns exp(score - reference) [rows, keys] of a far tile; queries [all rows, dim + 1]."""
@@ -105,7 +110,7 @@ class Group:
             queries[tile.row : tile.row_stop], self.keys[tile.key : tile.key_stop].T, buffer=0
         )
         rows.mask(tile, scores)
-        return scores.exp_()
+        return scores.exp2_()
 
     def accumulate_far(
         self,
@@ -129,7 +134,7 @@ class Group:
         """Returns the score of each row with its own key [rows]: the reference of the forward pass."""
         queries = self.queries.view(self.num_queries, self.group, -1)[..., : self.dim]
         own_keys = self.keys[self.num_keys - self.num_queries :, None, : self.dim]
-        return (queries * own_keys).sum(-1).view(-1)
+        return (queries * own_keys).sum(-1).view(-1) / LOG2E
 
     def near_sums(self) -> tuple[Tensor, Tensor]:
         """Returns the sums of weight * value [rows, dim] and of weights [rows] over near keys and sinks."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from aha_kernels.banded import GradientSums, near_backward, probe_rows
 from aha_kernels.call import Activations, Gradients
 from aha_kernels.flash import flash_backward, flash_forward
-from aha_kernels.group import Group, all_finite, with_column
+from aha_kernels.group import LOG2E, Group, all_finite, with_column
 from aha_kernels.problem import Problem
 
 
@@ -70,6 +70,6 @@ def mostly_open_backward(part: Activations, grads: Gradients, problem: Problem) 
         sums = GradientSums(work)
         near_backward(work, sums, d_out.mul_(~part.opens.reshape(-1, 1)), sum_rows=False)
         grads.q.add_(sums.queries.mul_(problem.softmax_scale).view_as(part.q))
-        grads.k.add_(sums.keys)
+        grads.k.add_(sums.keys, alpha=1 / LOG2E)
         grads.v.add_(sums.values)
     return True
