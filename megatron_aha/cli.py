@@ -24,6 +24,11 @@ COMMANDS = {
         "train; under the deepspeed launcher on several ranks",
     ),
     "convert-to-hf": ("megatron_aha.hf.cli", "convert_to_hf", "export a checkpoint for transformers"),
+    "generate": (
+        "megatron_aha.hf.generate",
+        "main",
+        "continue a prompt, and print the usage of full attention",
+    ),
     "checkpoint": (
         "megatron_aha.checkpoint.cli",
         "main",

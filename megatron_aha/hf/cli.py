@@ -57,13 +57,16 @@ def convert_to_hf(argv: Sequence[str]) -> None:
     )
 
 
-def _parser(name: str, description: str | None) -> argparse.ArgumentParser:
-    # In a log file a progress bar is a mess; transformers reads the second when it is imported
+def quiet_libraries() -> None:
+    """Leaves progress bars out of log files, and Megatron-core's advice at import; before transformers is imported."""
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    # Megatron-core tells at import which optional packages it would rather have
     warnings.filterwarnings("ignore", module=r"megatron\.core\.")
+
+
+def _parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    quiet_libraries()
     parser = argparse.ArgumentParser(prog=name, description=description)
     parser.add_argument(
         "--dtype", metavar="TYPE", help=f"store weights as one of {', '.join(DTYPES)}; default: as they are"
