@@ -41,6 +41,11 @@ def convert_to_hf(argv: Sequence[str]) -> None:
         default="aha",
         help="faolmo: as the authors of AHA released OLMo-2, for their modelling code (no router bias)",
     )
+    parser.add_argument(
+        "--base-model",
+        metavar="NAME",
+        help="name of the base model in the model card; default: of what was imported",
+    )
     options = parser.parse_args(argv)
     dtype = parse_dtype(options.dtype)
     if options.max_shard_gb <= 0:
@@ -54,6 +59,7 @@ def convert_to_hf(argv: Sequence[str]) -> None:
         shard_bytes=int(options.max_shard_gb * 10**9),
         check=not options.skip_logits_check,
         authors_format=options.format == "faolmo",
+        base_model=options.base_model,
     )
 
 
