@@ -29,6 +29,11 @@ COMMANDS = {
         "main",
         "continue a prompt, and print the usage of full attention",
     ),
+    "evaluate": (
+        "megatron_aha.evaluation.cli",
+        "main",
+        "perplexity by position and harness tasks, models side by side",
+    ),
     "checkpoint": (
         "megatron_aha.checkpoint.cli",
         "main",

@@ -23,6 +23,7 @@ TOOLS = {
     "tools/preprocess_data.py": "preprocess",
     "tools/plot_router.py": "plot",
     "tools/generate.py": "generate",
+    "tools/evaluate.py": "evaluate",
 }
 
 
