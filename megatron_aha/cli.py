@@ -34,6 +34,11 @@ COMMANDS = {
         "main",
         "perplexity by position and harness tasks, models side by side",
     ),
+    "freeze-heads": (
+        "megatron_aha.evaluation.freeze",
+        "main",
+        "make heads that hardly look back static, for a smaller cache",
+    ),
     "checkpoint": (
         "megatron_aha.checkpoint.cli",
         "main",

@@ -179,7 +179,11 @@ def test_the_suite_of_the_paper_runs_offline_on_task_files_of_the_package(
     assert all(0 < task["usage"] < 1 for task in found["tasks"].values())
     prompt, gold = torch.tensor([[5, 6, 7]]), torch.tensor([13, 12])
     logits = make_aha()(torch.cat([prompt, gold[None, :1]], dim=1)).logits[0, 2:].double().log_softmax(-1)
-    bits = -float(logits.detach().gather(1, gold[:, None]).sum()) / torch.log(torch.tensor(2.0)).item() / len("w9 w8")
+    bits = (
+        -float(logits.detach().gather(1, gold[:, None]).sum())
+        / torch.log(torch.tensor(2.0)).item()
+        / len("w9 w8")
+    )
     assert found["tasks"]["mbpp"]["metrics"]["gold_bits_per_byte"] == pytest.approx(bits, rel=1e-4)
 
 
