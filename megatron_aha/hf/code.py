@@ -18,7 +18,9 @@ def write_code(folder: Path, family: str) -> None:
     for kind in ("configuration", "modeling"):
         name = f"{kind}_{family}_aha.py"
         source = joined(f"{kind}_aha", (_FOLDER / name).read_text("utf-8"))
-        (folder / name).write_text(joined("kernels_aha", source) if kind == "modeling" else source, "utf-8")
+        for shared in ("cache_aha", "kernels_aha", "masks_aha") if kind == "modeling" else ():
+            source = joined(shared, source)
+        (folder / name).write_text(source, "utf-8")
 
 
 def joined(shared: str, source: str) -> str:

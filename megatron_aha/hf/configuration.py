@@ -25,6 +25,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "num_local_experts": (None, 0),
     "n_routed_experts": (None, 0),
     "kv_lora_rank": (None, 0),
+    "aha_frozen_routers": (None,),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
 }

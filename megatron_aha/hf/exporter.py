@@ -16,6 +16,7 @@ from megatron_aha.checkpoint.atomic import disk_errors, replace_folder
 from megatron_aha.checkpoint.format import CheckpointReader
 from megatron_aha.checkpoint.index import dtype_name
 from megatron_aha.errors import UserError
+from megatron_aha.hf.card import write_card
 from megatron_aha.hf.code import write_code
 from megatron_aha.hf.configuration import write_config
 from megatron_aha.hf.faolmo import FaolmoSource, check_faolmo, faolmo_config, fused
@@ -35,6 +36,7 @@ def export_checkpoint(
     shard_bytes: int = SHARD_BYTES,
     check: bool = True,
     authors_format: bool = False,
+    base_model: str | None = None,
     say: Callable[[str], None] = print,
 ) -> Path:
     """Writes a Hugging Face folder from a checkpoint, and compares the logits in a fresh process.
@@ -47,6 +49,7 @@ def export_checkpoint(
         check: compare the logits of both models before the folder gets its name.
         authors_format: write the format of the AHA authors' release (``megatron_aha.hf.faolmo``), which needs their
             modelling code.
+        base_model: its name in the model card; None takes that of what was imported.
         say: told what is done and found.
 
     Returns:
@@ -74,6 +77,7 @@ def export_checkpoint(
             _write_companions(reader, temporary, dtype, authors_format)
         named = _read(reader, plan, dtype)
         write_shards(temporary, fused(named) if authors_format else named, shard_bytes)
+        usage = None
         if check:
             # Megatron-core takes seconds to import: what is wrong with a checkpoint is told before
             from megatron_aha.parallel.platform import prepare_platform
@@ -83,9 +87,13 @@ def export_checkpoint(
 
             if authors_format:
                 # their modelling code is not ours to run: compared with our own reading of the folder
-                say(f"logits: {check_import(reader, FaolmoSource(temporary), dtype)}")
+                outcome = check_import(reader, FaolmoSource(temporary), dtype)
             else:
-                say(f"logits: {check_export(reader, temporary, dtype)}")
+                outcome = check_export(reader, temporary, dtype)
+            usage = outcome.usage
+            say(f"logits: {outcome}")
+        with disk_errors(temporary):
+            write_card(temporary, reader, base_model, usage)
         replace_folder(temporary, final)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

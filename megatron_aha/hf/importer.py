@@ -15,6 +15,7 @@ from megatron_aha.checkpoint.format import CheckpointReader, CheckpointWriter, F
 from megatron_aha.config.aha import AHAConfig
 from megatron_aha.config.model import ModelConfig
 from megatron_aha.errors import UserError, nearest
+from megatron_aha.hf.card import write_origin
 from megatron_aha.hf.mapping import Weight, shape_of, weights
 from megatron_aha.hf.source import Source, open_source
 
@@ -65,6 +66,7 @@ def import_checkpoint(
     with CheckpointWriter(output, 0, model, aha) as writer, tempfile.TemporaryDirectory() as carried:
         records = _write(opened, plan, model, writer, dtype, shard_bytes)
         opened.carry(Path(carried))
+        write_origin(Path(carried), Path(source), opened)
         folder = writer.finish(records, source_dir=carried)
     _warn_about_vocabulary(folder, model, say)
     if check:

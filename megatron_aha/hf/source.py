@@ -20,6 +20,7 @@ from megatron_aha.hf.configuration import read_config
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
+CARD_FILE = "README.md"
 WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 
@@ -36,6 +37,7 @@ CARRIED_FILES = (
     "merges.txt",
     "chat_template*",
     "additional_chat_templates/*",
+    CARD_FILE,
     "LICENSE*",
     "NOTICE*",
 )

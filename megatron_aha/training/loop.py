@@ -52,6 +52,7 @@ class TrainingLoop:
         self.engine = TrainingEngine(model, config)
         self.position = Position(step=0, consumed_samples=0, data=self.train_data.fingerprint)
         self.saved_step: int | None = None
+        self.usage: torch.Tensor | None = None
         self.bad_steps = 0
         if resumed and source is not None:
             self._resume(source)
@@ -111,6 +112,8 @@ class TrainingLoop:
             self._report(values)
         if result.fault is None and self._is_due(self.config.logging.heatmap_interval):
             self._draw(result)
+        if result.fault is None and result.router is not None:
+            self.usage = result.router.usage_per_head
         self._follow(result.fault)
 
     def _follow(self, fault: str | None) -> None:
@@ -181,7 +184,7 @@ class TrainingLoop:
     def _save(self) -> None:
         if self.saver is None or self.saved_step == self.position.step:
             return
-        self.saver.save(self.engine, self.position)
+        self.saver.save(self.engine, self.position, self.usage)
         self.saved_step = self.position.step
 
     def _is_due(self, interval: int) -> bool:

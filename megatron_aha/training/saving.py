@@ -50,8 +50,13 @@ class CheckpointSaver:
         self._say = say
         self._pending: _PendingSave | None = None
 
-    def save(self, engine: TrainingEngine, position: Position) -> None:
+    def save(self, engine: TrainingEngine, position: Position, usage: Tensor | None = None) -> None:
         """Saves the run as it is now, after any save that is still being written.
+
+        Args:
+            engine: what is saved.
+            position: how far the run is.
+            usage: share of tokens on full attention in the last step, ``[layers, routers]``; None when not known.
 
         Raises:
             UserError: on every rank, when any rank could not write this checkpoint or the one before.
@@ -67,6 +72,8 @@ class CheckpointSaver:
             "adam_steps": engine.optimizer_state.steps(),
             "recent_losses": list(engine.guard.recent_losses),
             "world_size": torch.distributed.get_world_size(),
+            "usage": None if usage is None else usage.tolist(),
+            "run": _described(self._config),
         }
         files = _files(engine, copied=checkpoint.asynchronous)
         if checkpoint.asynchronous:
@@ -134,6 +141,15 @@ class _PendingSave:
             self._written = _write(self.writer, files)
         except BaseException as error:  # raised again in the training's own thread
             self._error = error
+
+
+def _described(config: RunConfig) -> dict[str, Any]:
+    """Returns what a model card tells of the run; no paths."""
+    sections = {
+        name: dataclasses.asdict(section)
+        for name, section in (("training", config.training), ("parallel", config.parallel))
+    }
+    return {**sections, "seq_length": config.data.seq_length}
 
 
 def _write(writer: CheckpointWriter, files: Iterator[Tensors] | list[Tensors]) -> Written:

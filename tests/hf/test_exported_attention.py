@@ -10,6 +10,7 @@ from hf_models import WINDOW, make_aha, make_llama, random_tokens, set_routes
 from torch import Tensor
 
 from megatron_aha.hf.exported.configuration_llama_aha import LlamaAHAConfig
+from megatron_aha.hf.exported.kernels_aha import KERNELS
 from megatron_aha.hf.exported.modeling_aha import CACHE_FIELD
 from megatron_aha.hf.exported.modeling_llama_aha import LlamaAHAForCausalLM
 
@@ -158,7 +159,7 @@ def test_generating_with_a_cache_equals_generating_without(attention: str, cache
     assert len(without[0, 20:].unique()) > 5
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("attention", [*ATTENTIONS, KERNELS])
 def test_rows_that_see_nothing_are_finite_forward_and_backward(attention: str) -> None:
     model = make_aha(attention, aha_window=1).train()
     tokens = random_tokens(2, 24)

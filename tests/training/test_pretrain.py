@@ -113,6 +113,20 @@ def test_reported_router_loss_times_its_coefficient_is_its_share_of_the_total(
         assert sum(layers) / 2 == pytest.approx(line["usage/total"])
 
 
+def test_a_checkpoint_tells_the_usage_of_its_last_step_and_the_run_behind_it(
+    options: list[str], tmp_path: Path
+) -> None:
+    train(options, "--training.train_steps", "2")
+    state = CheckpointReader(tmp_path / "checkpoints").state
+    assert state is not None
+    drawn = json.loads((tmp_path / "logs" / "usage.jsonl").read_text().splitlines()[-1])
+    assert drawn["step"] == 2
+    assert state["usage"] == [pytest.approx(layer, abs=1e-6) for layer in drawn["usage"]]
+    assert (state["run"]["seq_length"], state["run"]["training"]["train_steps"]) == (32, 2)
+    assert state["run"]["parallel"]["tensor_model_parallel_size"] == 1
+    assert str(tmp_path) not in json.dumps(state)
+
+
 def test_event_files_hold_one_value_per_step_after_resuming_and_every_tag(
     options: list[str], tmp_path: Path
 ) -> None:

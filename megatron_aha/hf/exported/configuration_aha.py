@@ -12,6 +12,7 @@ ROUTER_DEFAULTS: dict[str, Any] = {
     "aha_granularity": "head",
     "aha_bias": False,
     "aha_loss_coefficient": 3e-4,
+    "aha_frozen_routers": None,
 }
 
 
@@ -29,6 +30,7 @@ class RouterConfig(_Mixin):
         aha_bias: whether the router has a bias.
         aha_loss_coefficient: weight of the router loss, mean sigmoid(logit), in the loss that ``labels``
             gives.
+        aha_frozen_routers: for each layer the routers that are not asked, their heads are always *here*; None: none.
     """
 
     # Sharding q_proj by heads would need the router sharded alike.
@@ -45,6 +47,9 @@ class RouterConfig(_Mixin):
             )
         if self.aha_granularity not in ("head", "kv_group"):
             raise ValueError(f"aha_granularity must be 'head' or 'kv_group', not '{self.aha_granularity}'")
+        frozen = self.aha_frozen_routers
+        if frozen is not None and not all(isinstance(layer, list) for layer in frozen):
+            raise ValueError(f"aha_frozen_routers must hold a list of routers for each layer, not {frozen}")
         if int(transformers_version.split(".")[0]) < 5 and options.get("rope_parameters"):
             # transformers 5 saves one dictionary, which 4 would ignore without a word
             rope = options.pop("rope_parameters")
@@ -57,3 +62,13 @@ class RouterConfig(_Mixin):
     def num_routers(self) -> int:
         """Routers per layer."""
         return self.num_attention_heads if self.aha_granularity == "head" else self.num_key_value_heads
+
+    def frozen_routers(self, layer: int) -> list[int]:
+        """Returns the routers of a layer that are not asked."""
+        return self.aha_frozen_routers[layer] if self.aha_frozen_routers else []
+
+    def static_groups(self, layer: int) -> list[int]:
+        """Returns the key/value groups of a layer all of whose heads are frozen."""
+        frozen, per_group = set(self.frozen_routers(layer)), self.num_routers // self.num_key_value_heads
+        groups = [range(g * per_group, (g + 1) * per_group) for g in range(self.num_key_value_heads)]
+        return [g for g, routers in enumerate(groups) if frozen.issuperset(routers)]

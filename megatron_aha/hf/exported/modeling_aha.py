@@ -21,7 +21,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
 from transformers.utils import can_return_tuple
 
+from .cache_aha import split_cache
 from .kernels_aha import KERNELS, Span, attend_by_routes, span_of
+from .masks_aha import here_mask, real_tokens
 
 # What differs between the supported versions of transformers is here and nowhere else: the name of the cache
 # in outputs, and the arguments of the mask's function (4.57: past_key_values and cache_position; 5: cache).
@@ -106,34 +108,6 @@ class AHACausalLMOutput(CausalLMOutputWithPast):
     router_usage_beyond_window: Tensor | None = None
 
 
-def here_mask(
-    all_mask: Tensor | None, query_index: Tensor, num_keys: int, window: int, num_sink_tokens: int
-) -> Tensor:
-    """Returns the mask of *here*, bool ``[batch or 1, 1, queries, keys]``, or additive when `all_mask` is.
-
-    Args:
-        all_mask: the mask of *all*: bool, additive, or None for plain causal attention.
-        query_index: place of each query among the keys, ``[queries]``.
-        num_keys: keys, those of the cache included.
-        window: keys seen, the token itself included.
-        num_sink_tokens: first visible keys of each query that are seen too.
-    """
-    key_index = torch.arange(num_keys, device=query_index.device)
-    query_index = query_index[:, None]
-    near = key_index > query_index - window  # [queries, keys]
-    if all_mask is None:
-        visible = (key_index <= query_index)[None, None]
-    else:
-        all_mask = all_mask[..., :num_keys]
-        visible = all_mask if all_mask.dtype == torch.bool else all_mask > torch.finfo(all_mask.dtype).min / 2
-    if num_sink_tokens > 0:
-        first = visible.int().argmax(dim=-1, keepdim=True)  # [batch or 1, 1, queries, 1]
-        near = near | (key_index < first + num_sink_tokens)
-    if all_mask is None or all_mask.dtype == torch.bool:
-        return visible & near
-    return all_mask.masked_fill(~near, torch.finfo(all_mask.dtype).min)
-
-
 class AHAAttention(nn.Module):
     """Multi-head attention in which each token of each head sees *all* keys or those *here*.
 
@@ -168,6 +142,7 @@ class AHAAttention(nn.Module):
         windowed = layer_kinds(config)[layer_idx] == WINDOWED
         self.sliding_window = config.sliding_window if windowed else None
         self.router: Any = None if windowed else nn.Linear(hidden, config.num_routers, bias=config.aha_bias)
+        self.frozen_routers = [] if windowed else config.frozen_routers(layer_idx)
 
     def forward(
         self,
@@ -198,33 +173,88 @@ class AHAAttention(nn.Module):
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx, {"cache_position": query_index})
 
-        def attend(mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-            name = self.config._attn_implementation
-            function = eager_attention_forward if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
-            dropout = self.attention_dropout if self.training else 0.0
-            return function(self, query, key, value, mask, dropout=dropout, scaling=self.scaling, **kwargs)
-
         logits = None if self.router is None else self.route_logits(hidden_states)
-        if logits is not None and span is not None and key.shape[2] > self.config.aha_window:
-            route = self.straight_through(logits)
-            output = attend_by_routes(query, key, value, route, span, self.scaling, self.config)
-            return self.o_proj(output.reshape(batch, queries, -1)), None, logits
-        output, weights = attend(attention_mask)  # [batch, queries, heads, head_dim]
-        if logits is not None and key.shape[2] > self.config.aha_window:
-            near = here_mask(
-                attention_mask,
-                query_index,
-                key.shape[2],
-                self.config.aha_window,
-                self.config.aha_num_sink_tokens,
-            )
-            here, here_weights = attend(near)
-            route = self.straight_through(logits).to(output.dtype)[..., None]  # [batch, queries, heads, 1]
-            output = route * output + (1 - route) * here
-            if weights is not None and here_weights is not None:
-                by_head = route.transpose(1, 2)  # [batch, heads, queries, 1]
-                weights = by_head * weights + (1 - by_head) * here_weights
+        route = None if logits is None else self.straight_through(logits)  # [batch, queries, heads]
+        given = (attention_mask, query_index, span, kwargs)
+        if isinstance(key, tuple):  # a cache that drops what frozen heads cannot see
+            output, weights = self.attend_split(query, key, value, route, *given)
+        else:
+            output, weights = self.attend(query, key, value, route, *given)
         return self.o_proj(output.reshape(batch, queries, -1)), weights, logits
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        route: Tensor | None,
+        all_mask: Tensor | None,
+        query_index: Tensor,
+        span: Span | None,
+        options: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns output ``[batch, queries, heads, head_dim]`` and attention weights (eager only)."""
+        if key.shape[2] <= self.config.aha_window:
+            route = None  # all keys are here
+        if route is not None and span is not None:
+            return attend_by_routes(query, key, value, route, span, self.scaling, self.config), None
+        output, weights = self.attend_masked(query, key, value, all_mask, options)
+        if route is not None:
+            window, sinks = self.config.aha_window, self.config.aha_num_sink_tokens
+            near = here_mask(all_mask, query_index, key.shape[2], window, sinks)
+            here, here_weights = self.attend_masked(query, key, value, near, options)
+            share = route.to(output.dtype)[..., None]  # [batch, queries, heads, 1]
+            output = share * output + (1 - share) * here
+            if weights is not None and here_weights is not None:
+                by_head = share.transpose(1, 2)  # [batch, heads, queries, 1]
+                weights = by_head * weights + (1 - by_head) * here_weights
+        return output, weights
+
+    def attend_masked(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns what the configured attention implementation makes of a mask."""
+        name = self.config._attn_implementation
+        function = eager_attention_forward if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
+        dropout = self.attention_dropout if self.training else 0.0
+        return function(self, query, key, value, mask, dropout=dropout, scaling=self.scaling, **options)
+
+    def attend_split(
+        self,
+        query: Tensor,
+        keys: Any,
+        values: Any,
+        route: Any,
+        all_mask: Tensor | None,
+        query_index: Tensor,
+        span: Span | None,
+        options: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns as `attend`; keys and values are those of routed groups and the last ones of static groups."""
+        static = set(self.config.static_groups(self.layer_idx))
+        heads = range(query.shape[1])
+        near_heads = [head for head in heads if head // self.num_key_value_groups in static]
+        far_heads = [head for head in heads if head not in near_heads]
+        total, kept = int(query_index[-1]) + 1, keys[1].shape[2]
+        near = here_mask(all_mask, query_index, total, self.config.aha_window, 0)[..., total - kept :]
+        here, here_weights = self.attend_masked(query[:, near_heads], keys[1], values[1], near, options)
+        if not far_heads:
+            return here, None if here_weights is None else F.pad(here_weights, (total - kept, 0))
+        far, far_weights = self.attend(
+            query[:, far_heads],
+            keys[0],
+            values[0],
+            route[..., far_heads],
+            all_mask,
+            query_index,
+            span,
+            options,
+        )
+        order = torch.tensor(near_heads + far_heads, device=query.device).argsort()
+        weights = None
+        if here_weights is not None and far_weights is not None:
+            weights = torch.cat([F.pad(here_weights, (total - kept, 0)), far_weights], dim=1)[:, order]
+        return torch.cat([here, far], dim=2)[:, :, order], weights
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns queries, keys and values before rotation, ``[batch, heads or groups, queries, head_dim]``."""
@@ -248,7 +278,11 @@ class AHAAttention(nn.Module):
         """Returns the router's logits in fp32, under autocast too, ``[batch, queries, routers]``."""
         with torch.autocast(hidden_states.device.type, enabled=False):
             bias = None if self.router.bias is None else self.router.bias.float()
-            return F.linear(hidden_states.float(), self.router.weight.float(), bias)
+            logits = F.linear(hidden_states.float(), self.router.weight.float(), bias)
+        if self.frozen_routers:
+            frozen = torch.tensor(self.frozen_routers, device=logits.device)
+            logits = logits.index_fill(-1, frozen, float("-inf"))
+        return logits
 
     def straight_through(self, logits: Tensor) -> Tensor:
         """Returns hard routes 0 and 1 ``[batch, queries, heads]`` whose gradient goes to sigmoid(logit)."""
@@ -377,6 +411,8 @@ class AHADecoder(_Mixin):
             cache, use_cache = None, False
         if cache is None and (self.config.use_cache if use_cache is None else use_cache):
             cache = DynamicCache(config=self.config)
+        if cache is not None and self.config.aha_frozen_routers:
+            split_cache(cache, self.config)
         query_index = kwargs.pop("cache_position", None)
         if query_index is None:
             seen = 0 if cache is None else cache.get_seq_length()
@@ -436,20 +472,6 @@ class AHADecoder(_Mixin):
         key_index = torch.arange(all_mask.shape[-1], device=all_mask.device)
         visible = visible & (key_index <= query_index[:, None])
         return visible.sum(dim=-1)[:, 0] > reach
-
-
-def real_tokens(attention_mask: Tensor | None, hidden_states: Tensor, query_index: Tensor) -> Tensor:
-    """Returns which queries are real tokens and not padding, bool ``[batch, queries]``."""
-    batch, queries, _ = hidden_states.shape
-    if attention_mask is None:
-        return torch.ones(batch, queries, dtype=torch.bool, device=hidden_states.device)
-    if attention_mask.dim() == 2:
-        return attention_mask[:, -queries:].bool()
-    # In a prepared mask a real token sees itself.
-    mine = query_index[None, None, :, None].expand(attention_mask.shape[0], 1, -1, 1)
-    seen = attention_mask.gather(-1, mine)[:, 0, :, 0]  # [batch or 1, queries]
-    visible = seen if seen.dtype == torch.bool else seen > torch.finfo(seen.dtype).min / 2
-    return visible.expand(batch, -1)
 
 
 class AHACausalLM(_Mixin):
