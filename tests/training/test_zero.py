@@ -35,6 +35,23 @@ def test_bf16_curve_follows_fp32(zero_stage: int) -> None:
     assert bf16 != losses(0, "fp32", 1)
 
 
+def with_and_without_offload(zero_stages: list[int]) -> list[tuple[list[float], list[float]]]:
+    """Returns the losses of each stage with the optimizer on the device and moved to the CPU's memory."""
+    found = []
+    for zero_stage in zero_stages:
+        config = tiny_config(zero_stage=zero_stage, precision="bf16")
+        stays = [step.lm_loss for step in train_tiny(config, 4).steps]
+        config.training.deepspeed = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+        found.append((stays, [step.lm_loss for step in train_tiny(config, 4).steps]))
+    return found
+
+
+def test_offloading_the_optimizer_changes_no_loss() -> None:
+    for stays, offloaded in run_distributed(with_and_without_offload, 2, [1, 2, 3])[0]:
+        assert offloaded == stays
+        assert stays[3] != stays[0]
+
+
 def gradients_of_copies(copies: int, zero_stage: int, fp32_gradients: bool) -> dict[str, torch.Tensor]:
     """Returns the gradients of a step whose micro-batches are copies of one."""
     config = tiny_config(zero_stage=zero_stage, precision="bf16", global_batch_size=copies)
