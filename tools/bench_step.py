@@ -31,7 +31,7 @@ from megatron_aha.data.batches import MicroBatch
 from megatron_aha.entry import run_alone_without_launcher, run_and_exit
 from megatron_aha.models import build_stage
 from megatron_aha.parallel.layout import single_process
-from megatron_aha.training.engine import TrainingEngine
+from megatron_aha.training.engine import TrainingEngine, init_distributed
 
 
 @dataclass
@@ -125,6 +125,7 @@ def one_document(config: RunConfig) -> MicroBatch:
 def compare(options: argparse.Namespace) -> dict[str, float]:
     """Returns the medians over the timed steps of each ratio, routed over dense, and shares."""
     run_alone_without_launcher()
+    init_distributed()
     with single_process():
         batch = one_document(run_config(options, True))
         pair = [Trainer(run_config(options, enabled)) for enabled in (False, True)]

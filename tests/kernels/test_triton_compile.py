@@ -63,13 +63,13 @@ def test_hopper_with_head_dim_128() -> None:
 @pytest.mark.parametrize(
     ("architecture", "head_dim"),
     [
-        ("sm_80", 64),
         ("sm_80", 128),
-        ("sm_90", 64),
         ("sm_90", 96),
-        ("sm_90", 256),
         ("sm_100", 128),
         ("gfx942", 128),
+        pytest.param("sm_80", 64, marks=pytest.mark.exhaustive),
+        pytest.param("sm_90", 64, marks=pytest.mark.exhaustive),
+        pytest.param("sm_90", 256, marks=pytest.mark.exhaustive),
     ],
 )
 def test_other_chips_and_head_dims(architecture: str, head_dim: int) -> None:

@@ -18,7 +18,6 @@ from megatron_aha.testing.training import TinyRun, train_tiny
 RANKS = 4
 # Two pipeline stages of two chunks each.
 LAYERS = 4
-STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -82,12 +81,12 @@ class Measured:
     smallest_logit: float
 
 
-def measure(configs: list[RunConfig]) -> list[Measured]:
-    """Trains each configuration for five steps in this pool of ranks, one after the other."""
-    return [_measure(config) for config in configs]
+def measure(configs: list[RunConfig], steps: int) -> list[Measured]:
+    """Trains each configuration for some steps in this pool of ranks, one after the other."""
+    return [_measure(config, steps) for config in configs]
 
 
-def _measure(config: RunConfig) -> Measured:
+def _measure(config: RunConfig, steps: int) -> Measured:
     smallest = [float("inf")]
 
     def look(module: torch.nn.Module, inputs: tuple[Tensor, ...], logits: Tensor) -> None:
@@ -95,7 +94,7 @@ def _measure(config: RunConfig) -> Measured:
             smallest.append(float(logits.detach().abs().min()))
 
     with torch.nn.modules.module.register_module_forward_hook(look):
-        run = train_tiny(config, STEPS, gradients_at=1)
+        run = train_tiny(config, steps, gradients_at=1)
     everywhere = torch.tensor(min(smallest))
     torch.distributed.all_reduce(everywhere, op=torch.distributed.ReduceOp.MIN)
     return Measured(run, float(everywhere))

@@ -34,10 +34,14 @@ LAYOUTS = [
 
 
 def every_change() -> list[tuple[Layout, Layout]]:
-    """Returns a few pairs of layouts in which every factor changes from each of its values to each other."""
+    """Returns a few pairs of layouts in which every factor changes from each of its values, and to each."""
 
     def changes(pair: tuple[Layout, Layout]) -> set[tuple[object, ...]]:
-        return {(factor, getattr(pair[0], factor), getattr(pair[1], factor)) for factor in FACTORS}
+        values = [(factor, getattr(pair[0], factor), getattr(pair[1], factor)) for factor in FACTORS]
+        changed = [value for value in values if value[1] != value[2]]
+        return {(factor, "from", a) for factor, a, _ in changed} | {
+            (factor, "to", b) for factor, _, b in changed
+        }
 
     pairs = list(itertools.permutations(LAYOUTS, 2))
     missing = set().union(*map(changes, pairs))
@@ -103,7 +107,10 @@ def in_pools(function: Any, work: list[tuple[Layout, RunConfig]]) -> list[list[f
     ("pairs", "same"),
     [
         pytest.param(
-            every_change(), LAYOUTS[::12], id="every change of every factor", marks=pytest.mark.slow
+            every_change(),
+            LAYOUTS[::18],
+            id="every change of every factor",
+            marks=[pytest.mark.slow, pytest.mark.timeout(600)],
         ),
         pytest.param(
             list(itertools.permutations(LAYOUTS, 2)),
