@@ -43,3 +43,9 @@ def alternatives(values: Iterable[int], wanted: int) -> str:
     """Returns ``3, 1 or 9``: the values that would do, the nearest to what was wanted first."""
     words = [str(value) for value in sorted(values, key=lambda value: (abs(value - wanted), value))[:4]]
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def multiples(unit: int, wanted: int) -> str:
+    """Returns ``1024 or 768``: the multiples of ``unit`` on both sides of what was wanted, the nearest first."""
+    below = wanted - wanted % unit
+    return alternatives([value for value in (below, below + unit) if value > 0], wanted)

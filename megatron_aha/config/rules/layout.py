@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_aha.config.rules.common import alternatives, at_least
+from megatron_aha.config.rules.common import alternatives, at_least, multiples
 from megatron_aha.config.run import RunConfig
 
 
@@ -73,15 +73,12 @@ def _sequence_problems(config: RunConfig) -> Iterator[str]:
     sequence, batch = config.data.seq_length, config.training.micro_batch_size
     contexts = parallel.context_parallel_size
     if batch * sequence % (size * contexts):
-        unit = size * contexts
-        below = sequence - sequence % unit
-        choices = [length for length in (below, below + unit) if length > 0]
         shared = f" times --parallel.context_parallel_size {contexts}" if contexts > 1 else ""
         yield (
             f"--data.seq_length {sequence} times --training.micro_batch_size {batch} is "
             f"{batch * sequence} tokens, which --parallel.tensor_model_parallel_size {size}{shared} does not "
             "divide, as --parallel.sequence_parallel needs; use --data.seq_length "
-            f"{alternatives(choices, sequence)}"
+            f"{multiples(size * contexts, sequence)}"
         )
 
 
@@ -90,11 +87,9 @@ def _context_problems(config: RunConfig) -> Iterator[str]:
     if size == 1:
         return
     if sequence % (2 * size):
-        below = sequence - sequence % (2 * size)
-        choices = [length for length in (below, below + 2 * size) if length > 0]
         yield (
             f"--data.seq_length {sequence} cannot be cut into the {2 * size} equal chunks that "
-            f"--parallel.context_parallel_size {size} shares out; use {alternatives(choices, sequence)}"
+            f"--parallel.context_parallel_size {size} shares out; use {multiples(2 * size, sequence)}"
         )
     if config.aha.enabled and config.aha.router_grad.startswith("sampled"):
         yield (
@@ -161,36 +156,29 @@ def _world_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         yield f"--parallel.ranks_per_node {per_node} does not divide the {world_size} ranks of the launcher"
     model_ranks = model_parallel_size(config)
     if world_size % model_ranks:
-        above = world_size + model_ranks - world_size % model_ranks
-        choices = [size for size in (above - model_ranks, above) if size > 0]
         yield (
             f"tensor {parallel.tensor_model_parallel_size} x pipeline "
             f"{parallel.pipeline_model_parallel_size} x context {parallel.context_parallel_size} "
             f"parallel sizes need a multiple of {model_ranks} ranks, but there are {world_size}; start "
-            f"{alternatives(choices, world_size)} or change --parallel.tensor_model_parallel_size"
+            f"{multiples(model_ranks, world_size)} or change --parallel.tensor_model_parallel_size"
         )
         return
     data_ranks = world_size // model_ranks
     per_pass = training.micro_batch_size * data_ranks
     if per_pass >= 1 and training.global_batch_size % per_pass:
-        below = training.global_batch_size - training.global_batch_size % per_pass
-        choices = [size for size in (below, below + per_pass) if size > 0]
         yield (
             f"--training.global_batch_size {training.global_batch_size} is not a multiple of "
             f"--training.micro_batch_size {training.micro_batch_size} x {data_ranks} data-parallel ranks = "
-            f"{per_pass}; use {alternatives(choices, training.global_batch_size)}"
+            f"{per_pass}; use {multiples(per_pass, training.global_batch_size)}"
         )
         return
     stages = parallel.pipeline_model_parallel_size
     if parallel.virtual_pipeline_stages > 1 and training.global_batch_size // per_pass % stages:
-        unit = per_pass * stages
-        below = training.global_batch_size - training.global_batch_size % unit
-        choices = [size for size in (below, below + unit) if size > 0]
         yield (
             f"--training.global_batch_size {training.global_batch_size} gives each data-parallel rank "
             f"{training.global_batch_size // per_pass} micro-batches, but --parallel.virtual_pipeline_stages "
             f"{parallel.virtual_pipeline_stages} needs a multiple of --parallel.pipeline_model_parallel_size {stages}; "
-            f"use {alternatives(choices, training.global_batch_size)}"
+            f"use {multiples(per_pass * stages, training.global_batch_size)}"
         )
 
 

@@ -291,8 +291,8 @@ class AHAAttention(nn.Module):
         return route.repeat_interleave(self.config.num_attention_heads // route.shape[-1], dim=-1)
 
 
-class PreNormLayer(GradientCheckpointingLayer):
-    """A decoder layer; the router's logits are returned, so that gradient checkpointing keeps them."""
+class AHALayer(GradientCheckpointingLayer):
+    """What decoder layers share; they return the router's logits, so that gradient checkpointing keeps them."""
 
     attention_class: type[AHAAttention]
     mlp_class: type[nn.Module]
@@ -302,6 +302,13 @@ class PreNormLayer(GradientCheckpointingLayer):
         super().__init__()
         self.self_attn = self.attention_class(config, layer_idx)
         self.mlp = self.mlp_class(config)
+
+
+class PreNormLayer(AHALayer):
+    """A decoder layer whose blocks read the residual stream normalised, as most families' do."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
         self.input_layernorm = self.norm_class(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = self.norm_class(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -313,17 +320,11 @@ class PreNormLayer(GradientCheckpointingLayer):
         return hidden_states, weights, logits
 
 
-class PostNormLayer(GradientCheckpointingLayer):
+class PostNormLayer(AHALayer):
     """A decoder layer whose blocks read the residual stream as it is and normalise what they add to it."""
 
-    attention_class: type[AHAAttention]
-    mlp_class: type[nn.Module]
-    norm_class: type[nn.Module]
-
     def __init__(self, config: Any, layer_idx: int) -> None:
-        super().__init__()
-        self.self_attn = self.attention_class(config, layer_idx)
-        self.mlp = self.mlp_class(config)
+        super().__init__(config, layer_idx)
         self.post_attention_layernorm = self.norm_class(config.hidden_size, eps=config.rms_norm_eps)
         self.post_feedforward_layernorm = self.norm_class(config.hidden_size, eps=config.rms_norm_eps)
 
