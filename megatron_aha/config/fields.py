@@ -20,6 +20,7 @@ FOREIGN_NAMES = {
     "train_micro_batch_size_per_gpu": "training.micro_batch_size",
     "gradient_accumulation_steps": "training.global_batch_size",
     "bf16": "training.precision",
+    "fp16": "training.precision",
     "tp": "parallel.tensor_model_parallel_size",
     "pp": "parallel.pipeline_model_parallel_size",
     "cp": "parallel.context_parallel_size",

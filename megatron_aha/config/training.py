@@ -27,7 +27,9 @@ class TrainingConfig:
         adam_beta2: second moment's decay.
         adam_eps: Adam's epsilon.
         clip_grad: largest global gradient norm; 0 does not clip.
-        precision: ``fp32`` or ``bf16`` (bf16 weights with fp32 masters, ZeRO >= 1).
+        precision: ``fp32``, ``bf16`` or ``fp16``: weights of 16 bits have fp32 masters (ZeRO >= 1); fp16 needs a GPU
+            and has a dynamic loss scale, which ``training.deepspeed.fp16`` adjusts (``initial_scale_power``,
+            ``loss_scale_window``, ``hysteresis``, ``min_loss_scale``).
         fp32_gradients: bf16 only: add up the micro-batches' gradients in fp32 (ZeRO 2 and 3).
         zero_stage: DeepSpeed ZeRO stage 0 to 3.
         recompute: activation recompute: ``none``, ``selective`` (attention only) or ``full`` (every layer).

@@ -12,7 +12,7 @@ from megatron_aha.config.model import ModelConfig
 from megatron_aha.config.parallel import ParallelConfig
 from megatron_aha.config.training import TrainingConfig
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def transformer_config(
@@ -58,6 +58,7 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=training.precision == "bf16",
+        fp16=training.precision == "fp16",
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=False,
         recompute_granularity=None if recompute == "none" else recompute,

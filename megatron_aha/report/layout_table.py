@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_aha.config.names import PRECISIONS
 from megatron_aha.config.parallel import ParallelConfig
 from megatron_aha.config.run import RunConfig
 from megatron_aha.config.validate import problems
@@ -111,7 +112,7 @@ def _layout_cell(notes: _Notes, parallel: ParallelConfig, stage: int) -> str:
 
 
 def _precision_rows(notes: _Notes) -> Iterator[str]:
-    for precision in ("fp32", "bf16"):
+    for precision in PRECISIONS:
         cells = []
         for stage in ZERO_STAGES:
             config = _reference()

@@ -53,7 +53,7 @@ def estimate_memory(config: RunConfig, data_parallel_size: int) -> list[MemoryEs
     replicas = data_parallel_size * parallel.context_parallel_size
     shards = [replicas if training.zero_stage >= stage else 1 for stage in (1, 2, 3)]
     # fp32 needs no master copy of its own, but ZeRO keeps one of every shard all the same.
-    has_master = training.precision == "bf16" or training.zero_stage >= 1
+    has_master = training.precision != "fp32" or training.zero_stage >= 1
     estimates = []
     for stage, parameters in enumerate(stage_parameters(config.model, config.aha, parallel)):
         trained = parameters
@@ -82,7 +82,7 @@ def _micro_batches_in_flight(config: RunConfig, stage: int) -> float:
 
 
 def _bytes_per_element(config: RunConfig) -> int:
-    return 2 if config.training.precision == "bf16" else 4
+    return 4 if config.training.precision == "fp32" else 2
 
 
 def _without_router(config: RunConfig) -> AHAConfig:

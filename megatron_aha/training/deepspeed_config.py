@@ -25,6 +25,8 @@ def deepspeed_config(training: TrainingConfig, data_parallel_size: int, replicas
         # Under ZeRO-0 the engine clips itself, see TrainingEngine.
         "gradient_clipping": training.clip_grad if training.zero_stage > 0 else 0.0,
         "bf16": {"enabled": training.precision == "bf16"},
+        # A scale of 0 is DeepSpeed's word for a dynamic one.
+        "fp16": {"enabled": training.precision == "fp16", "loss_scale": 0},
         "data_types": {"grad_accum_dtype": "fp32" if training.fp32_gradients else None},
         "zero_optimization": {"stage": training.zero_stage},
         "zero_allow_untested_optimizer": True,

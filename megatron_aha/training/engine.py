@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,7 @@ from megatron_aha.parallel.layout import backend, device
 from megatron_aha.parallel.mpu import ModelParallelUnit
 from megatron_aha.training.deepspeed_config import deepspeed_config
 from megatron_aha.training.guard import UpdateGuard
+from megatron_aha.training.loss_scale import LossScale
 from megatron_aha.training.optimizer import build_optimizer, set_learning_rates
 from megatron_aha.training.optimizer_state import OptimizerState
 
@@ -41,6 +43,8 @@ class StepResult:
         router: what the routers did; None for a dense model.
         grad_norm: global gradient norm before clipping; 0 for an evaluation.
         fault: why the update was dropped, or None when it was applied.
+        loss_scale: by which the loss was multiplied; above 1 in fp16 only.
+        overflowed: whether the update was dropped because an fp16 gradient overflowed at this scale.
         learning_rates: by parameter group, whether this stage has such parameters or not.
     """
 
@@ -50,6 +54,8 @@ class StepResult:
     grad_norm: float
     learning_rates: dict[str, float]
     fault: str | None = None
+    loss_scale: float = 1.0
+    overflowed: bool = False
 
 
 def init_distributed() -> None:
@@ -85,6 +91,7 @@ class TrainingEngine:
         self.replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
         self.tracker = self._build_tracker()
         _mark_tied_copy(model)
+        _check_precision(config.training.precision)
         self.deepspeed, _, _, _ = _deepspeed().initialize(
             model=model,
             optimizer=build_optimizer(model, config.aha, config.training),
@@ -92,6 +99,9 @@ class TrainingEngine:
             config=deepspeed_config(config.training, self.data_parallel_size, self.replicas),
             dist_init_required=False,
         )
+        self.loss_scale = LossScale(self.deepspeed, config.training.precision)
+        for chunk in chunks_of(model):  # Megatron-core's schedules call backward themselves
+            chunk.config.grad_scale_func = self._scaled if config.training.precision == "fp16" else None
         self.optimizer_state = OptimizerState(self.deepspeed, config.training.zero_stage)
         self.guard = UpdateGuard(
             self.optimizer_state.adam,
@@ -119,18 +129,27 @@ class TrainingEngine:
                     self.deepspeed.step()  # only counts the micro-batch
         else:
             self._pipeline_backward(step, micro_batches, tokens, loss_sum)
-        lm_loss = self._mean_loss(loss_sum, tokens)
+        lm_loss, scale = self._mean_loss(loss_sum, tokens), self.loss_scale.value
         norm, fault = self._update(lm_loss)
-        return StepResult(lm_loss, tokens, self._router_statistics(), norm, rates, fault)
+        router = self._router_statistics()
+        return StepResult(
+            lm_loss, tokens, router, norm, rates, fault, scale, fault is None and self.loss_scale.overflowed
+        )
 
     def _update(self, lm_loss: float) -> tuple[float, str | None]:
         """Steps the optimizer and returns the gradient norm and why the update was dropped, if it was."""
         norm = self._clip_unsharded_gradients()
         self.guard.expect(lm_loss, norm)
         self.deepspeed.step()
+        self.loss_scale.end_step()
         if norm is None:
             norm = float(self.deepspeed.get_global_grad_norm())
+        if self.loss_scale.overflowed and math.isfinite(lm_loss):
+            return norm, None  # how a dynamic scale finds its size, not a bad step
         return norm, self.guard.outcome(norm)
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return loss * self.loss_scale.value
 
     def close(self) -> None:
         """Lets go of DeepSpeed's buffers and hooks; the engine is of no use afterwards."""
@@ -162,6 +181,7 @@ class TrainingEngine:
         if self.tracker is not None:
             routers = len(self.config.model.routed_layers) * self.tracker.sums.size(1)
             weight = self.config.aha.loss_coefficient * self.replicas / (tokens * routers)
+            weight *= self.loss_scale.value  # as the loss itself is before its backward pass
         return pack(
             micro_batch.position_ids,
             micro_batch.cu_seqlens,
@@ -295,6 +315,14 @@ def _mark_tied_copy(model: StageModel) -> None:
     for local in local_parameters(model):
         if not local.owned:
             local.parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
+
+
+def _check_precision(precision: str) -> None:
+    """Raises UserError when this device cannot train in fp16."""
+    from deepspeed.accelerator import get_accelerator
+
+    if precision == "fp16" and not get_accelerator().is_fp16_supported():
+        raise UserError(f"--training.precision fp16 cannot run on this {device().type}; use bf16 or fp32")
 
 
 def _deepspeed() -> Any:

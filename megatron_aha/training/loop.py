@@ -112,6 +112,12 @@ class TrainingLoop:
             self._report(values)
         if result.fault is None and self._is_due(self.config.logging.heatmap_interval):
             self._draw(result)
+        if result.overflowed:
+            scale = self.engine.loss_scale.value
+            self._say(
+                f"step {self.position.step} was not applied: a gradient overflowed at loss scale "
+                f"{result.loss_scale:g}, the next step has {scale:g}"
+            )
         if result.fault is None and result.router is not None:
             self.usage = result.router.usage_per_head
         self._follow(result.fault)

@@ -54,6 +54,7 @@ def restore_training(engine: TrainingEngine, reader: CheckpointReader, *, fresh_
         )
     state = reader.state
     engine.guard.recent_losses.extend(state.get("recent_losses", []))
+    engine.loss_scale.restore(state.get("loss_scale"))
     if not fresh_optimizer:
         engine.optimizer_state.set_steps(state["adam_steps"])
         for local in local_parameters(engine.model):

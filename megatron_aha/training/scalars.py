@@ -34,6 +34,8 @@ def step_scalars(
         "train/bad_step": float(result.fault is not None),
         "lr/model": 0.0 if config.training.freeze_model else result.learning_rates["matrices"],
     }
+    if config.training.precision == "fp16":
+        values["train/loss_scale"] = result.loss_scale
     if router is not None:
         values["lr/router"] = result.learning_rates["router"]
         values["usage/total"] = router.usage

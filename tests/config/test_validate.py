@@ -151,7 +151,7 @@ SP = {TP: 2, "parallel.sequence_parallel": "true"}
         (
             1,
             {"training.precision": "bf61"},
-            "--training.precision 'bf61' is not one of fp32, bf16; did you mean 'bf16'?",
+            "--training.precision 'bf61' is not one of fp32, bf16, fp16; did you mean 'bf16'?",
         ),
         (
             1,
@@ -161,7 +161,22 @@ SP = {TP: 2, "parallel.sequence_parallel": "true"}
         (
             1,
             {"training.fp32_gradients": "true", "training.precision": "fp32"},
-            "--training.fp32_gradients true is for --training.precision bf16; with fp32 gradients are in fp32 already",
+            "--training.fp32_gradients true is for --training.precision bf16, but the precision is fp32; leave it",
+        ),
+        (
+            1,
+            {"training.deepspeed": "{fp16: {hysteresis: 1}}", "training.precision": "bf16"},
+            "--training.deepspeed.fp16 adjusts the loss scale of --training.precision fp16, but the precision is bf16",
+        ),
+        (
+            1,
+            {"training.deepspeed": "{fp16: {enabled: true}}", "training.precision": "fp16"},
+            "--training.deepspeed.fp16.enabled is generated from --training.precision; set that instead",
+        ),
+        (
+            1,
+            {"training.precision": "fp16", "training.zero_stage": 0},
+            "--training.precision fp16 needs fp32 master weights, which --training.zero_stage 0 does not keep",
         ),
         (1, {"training.schedule": "cosin"}, "did you mean 'cosine'?"),
         (1, {"training.recompute": "selectve"}, "did you mean 'selective'?"),

@@ -18,7 +18,7 @@ GENERATED = {
     "optimizer": "--training.lr and its neighbours",
     "scheduler": "--training.schedule",
     "bf16": "--training.precision",
-    "fp16": "--training.precision",
+    "fp16.enabled": "--training.precision",
     "zero_optimization.stage": "--training.zero_stage",
     "data_types": "--training.fp32_gradients",
     "activation_checkpointing": "--training.recompute",
@@ -121,15 +121,20 @@ def _precision_problems(config: RunConfig) -> Iterator[str]:
     yield from one_of(config, "training.precision", PRECISIONS)
     if training.zero_stage not in (0, 1, 2, 3):
         yield f"--training.zero_stage is {training.zero_stage}, and must be 0, 1, 2 or 3"
-    if training.precision == "bf16" and training.zero_stage == 0:
+    if training.precision in ("bf16", "fp16") and training.zero_stage == 0:
         yield (
-            "--training.precision bf16 needs fp32 master weights, which --training.zero_stage 0 does "
+            f"--training.precision {training.precision} needs fp32 master weights, which --training.zero_stage 0 does "
             "not keep; use --training.zero_stage 1"
+        )
+    if training.precision != "fp16" and "fp16" in training.deepspeed:
+        yield (
+            "--training.deepspeed.fp16 adjusts the loss scale of --training.precision fp16, but the precision is "
+            f"{training.precision}; leave one of them out"
         )
     if training.fp32_gradients and training.precision != "bf16":
         yield (
-            f"--training.fp32_gradients true is for --training.precision bf16; with {training.precision} gradients "
-            "are in fp32 already, leave it false"
+            "--training.fp32_gradients true is for --training.precision bf16, but the precision is "
+            f"{training.precision}; leave it false"
         )
     elif training.fp32_gradients and training.zero_stage not in (2, 3):
         yield (
