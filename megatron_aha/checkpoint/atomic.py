@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,7 +65,7 @@ def _discarded(folder: Path) -> Path:
 
 
 def _open_to_others(folder: Path) -> None:
-    """Gives everything the permissions of newly made files: safetensors' own are its owner's alone."""
+    """Gives everything the permissions of newly made files, whatever carried files had."""
     umask = os.umask(0)
     os.umask(umask)
     for path in [folder, *folder.rglob("*")]:
@@ -84,17 +83,14 @@ def disk_errors(path: Path) -> Iterator[None]:
     """Turns a full disk, a quota or a missing permission while writing `path` into a UserError."""
     try:
         yield
-    except Exception as error:
-        # safetensors raises its own error type and puts the system's code in the text only
-        told = re.search(r"os error (\d+)", str(error))
-        code = error.errno if isinstance(error, OSError) else int(told[1]) if told else None
-        if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             folder = next(parent for parent in path.parents if parent.exists())
             free = shutil.disk_usage(folder).free
             raise UserError(
                 f"no space left on disk while writing {path} ({free / 2**20:.0f} MiB free): "
                 "free some space or choose another folder; older checkpoints are untouched"
             ) from error
-        if code in (errno.EACCES, errno.EPERM, errno.EROFS):
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise UserError(f"may not write {path}: choose a folder that you may write") from error
         raise

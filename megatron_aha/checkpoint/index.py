@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from megatron_aha.checkpoint.tensor_file import Deferred
 from megatron_aha.config.aha import AHAConfig
 from megatron_aha.config.model import ModelConfig, RopeScaling
 from megatron_aha.errors import UserError
@@ -38,12 +39,12 @@ class Slice:
     """A rectangular block of a global tensor.
 
     Args:
-        tensor: the block's values, on any device.
+        tensor: the block's values, on any device, or read when they are written.
         global_shape: shape of the whole tensor; None when the block is the whole tensor.
         start: index of the block's first element in the whole tensor; None means the origin.
     """
 
-    tensor: torch.Tensor
+    tensor: torch.Tensor | Deferred
     global_shape: Sequence[int] | None = None
     start: Sequence[int] | None = None
 

@@ -62,7 +62,6 @@ class CheckpointReader:
         self.aha = aha_from_dict(index["aha"])
         self._tensors: dict[str, Any] = index["tensors"]
         self._files: dict[str, Any] = index["files"]
-        self._handles: dict[str, Any] = {}
         self._checked = set() if checksums else set(self._files)
         self.state: dict[str, Any] | None = None
         if STATE_FILE in self._files:
@@ -136,10 +135,6 @@ class CheckpointReader:
             self._checked.discard(name)
             self._check(name)
 
-    def close(self) -> None:
-        """Lets go of the open files; a later read opens them again."""
-        self._handles.clear()
-
     def _entry(self, name: str) -> dict[str, Any]:
         if name not in self._tensors:
             raise UserError(f"checkpoint {self.folder} has no tensor '{name}'{nearest(name, self._tensors)}")
@@ -157,13 +152,12 @@ class CheckpointReader:
         self._checked.add(name)
 
     def _open(self, name: str) -> Any:
-        if name not in self._handles:
-            self._check(name)
-            try:
-                self._handles[name] = safe_open(self.folder / name, framework="pt")
-            except SafetensorError as error:
-                raise UserError(f"{self.folder / name} is no safetensors file: {error}") from error
-        return self._handles[name]
+        """Opens a file for one read: as long as it stays open, what was read of it counts as this process's memory."""
+        self._check(name)
+        try:
+            return safe_open(self.folder / name, framework="pt")
+        except SafetensorError as error:
+            raise UserError(f"{self.folder / name} is no safetensors file: {error}") from error
 
 
 def complete_steps(directory: str | Path) -> list[int]:

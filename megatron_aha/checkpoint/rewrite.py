@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from megatron_aha.checkpoint.index import OPTIMIZER_PREFIX, FileRecord, Slice
 from megatron_aha.checkpoint.reader import CheckpointReader
+from megatron_aha.checkpoint.tensor_file import Deferred, outline_of
 from megatron_aha.checkpoint.writer import CheckpointWriter
 from megatron_aha.errors import UserError
 
@@ -19,7 +21,7 @@ MASTER_PREFIX = f"{OPTIMIZER_PREFIX}master."
 def reshard(reader: CheckpointReader, target: str | Path, file_bytes: int) -> Path:
     """Writes every tensor and the training state again, in files of about ``file_bytes``; returns the step folder.
 
-    A tensor larger than a file is cut along its first dimension. No more than one file is held in memory.
+    A tensor larger than a file is cut along its first dimension. No more than one block is held in memory.
 
     Raises:
         UserError: a file of the source is damaged, or the target is the source or not writable.
@@ -63,16 +65,17 @@ def _write(
 
 def _files(
     reader: CheckpointReader, sources: dict[str, str], dtype: torch.dtype | None, file_bytes: int
-) -> Iterator[dict[str, Slice | torch.Tensor | list[Slice]]]:
-    pending: dict[str, Slice | torch.Tensor | list[Slice]] = {}
+) -> Iterator[dict[str, Slice]]:
+    pending: dict[str, Slice] = {}
     size = 0
     for name, source in sources.items():
         for block in _blocks(reader, source, dtype, file_bytes):
-            if size and size + block.tensor.nbytes > file_bytes:
+            block_bytes = outline_of(block.tensor).nbytes
+            if size and size + block_bytes > file_bytes:
                 yield pending
                 pending, size = {}, 0
             pending[name] = block
-            size += block.tensor.nbytes
+            size += block_bytes
     if pending:
         yield pending
 
@@ -81,13 +84,12 @@ def _blocks(
     reader: CheckpointReader, name: str, dtype: torch.dtype | None, file_bytes: int
 ) -> Iterator[Slice]:
     """Yields a tensor in blocks of whole rows, each no larger than a file where a row is not."""
-    shape = reader.shape(name)
-    if not shape:
-        yield Slice(reader.read(name, dtype=dtype))
-        return
-    row_bytes = math.prod(shape[1:]) * (dtype or reader.dtype(name)).itemsize
+    shape, kind = reader.shape(name), dtype or reader.dtype(name)
+    row_bytes = math.prod(shape[1:]) * kind.itemsize
     rows = max(file_bytes // max(row_bytes, 1), 1)
-    for first in range(0, max(shape[0], 1), rows):
-        start = (first, *(0 for _ in shape[1:]))
-        block = (min(rows, shape[0] - first), *shape[1:])
-        yield Slice(reader.read(name, start, block, dtype), global_shape=shape, start=start)
+    for first in range(0, max(shape[0], 1) if shape else 1, rows):
+        start = (first, *(0 for _ in shape[1:])) if shape else ()
+        block = (min(rows, shape[0] - first), *shape[1:]) if shape else ()
+        outline = torch.empty(block, dtype=kind, device="meta")
+        read = partial(reader.read, name, start, block, dtype)
+        yield Slice(Deferred(outline, read), global_shape=shape, start=start)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
@@ -12,7 +13,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from megatron_aha.checkpoint.atomic import (
     disk_errors,
@@ -35,6 +35,7 @@ from megatron_aha.checkpoint.index import (
     merge_records,
     step_folder,
 )
+from megatron_aha.checkpoint.tensor_file import Deferred, outline_of, write_tensors
 from megatron_aha.config.aha import AHAConfig
 from megatron_aha.config.model import ModelConfig
 
@@ -84,9 +85,9 @@ class CheckpointWriter:
         shutil.rmtree(self.temporary, ignore_errors=True)
 
     def write_file(
-        self, file_name: str, tensors: Mapping[str, Slice | torch.Tensor | Sequence[Slice]]
+        self, file_name: str, tensors: Mapping[str, Slice | Deferred | torch.Tensor | Sequence[Slice]]
     ) -> FileRecord:
-        """Writes one safetensors file; a plain tensor stands for a whole global tensor.
+        """Writes one safetensors file; a plain or deferred tensor stands for a whole global tensor.
 
         Args:
             file_name: ends in ``.safetensors``; no other rank may use it.
@@ -101,26 +102,29 @@ class CheckpointWriter:
         path = self.temporary / file_name
         blocks, values = [], {}
         for name, key, block in _keyed(tensors):
-            value = block.tensor.detach().to("cpu").contiguous()
-            # safetensors refuses two tensors in one storage, such as parts of one flat buffer
-            if value.untyped_storage().nbytes() != value.nbytes:
-                value = value.clone()
-            values[key] = value
-            shape = list(value.shape)
+            values[key] = block.tensor
+            outline = outline_of(block.tensor)
+            shape = list(outline.shape)
             blocks.append(
                 {
                     "name": name,
                     "key": key,
-                    "dtype": dtype_name(value.dtype),
+                    "dtype": dtype_name(outline.dtype),
                     "global_shape": list(shape if block.global_shape is None else block.global_shape),
                     "start": list([0] * len(shape) if block.start is None else block.start),
                     "shape": shape,
                 }
             )
+        digest = hashlib.sha256()
         with disk_errors(path):
-            save_file(values, path, metadata={"format": "pt"})
+            write_tensors(path, values, digest.update)
             sync(path)
-        return {"file": file_name, "bytes": path.stat().st_size, "sha256": sha256(path), "tensors": blocks}
+        return {
+            "file": file_name,
+            "bytes": path.stat().st_size,
+            "sha256": digest.hexdigest(),
+            "tensors": blocks,
+        }
 
     def finish(
         self,
@@ -186,11 +190,11 @@ class CheckpointWriter:
 
 
 def _keyed(
-    tensors: Mapping[str, Slice | torch.Tensor | Sequence[Slice]],
+    tensors: Mapping[str, Slice | Deferred | torch.Tensor | Sequence[Slice]],
 ) -> Iterator[tuple[str, str, Slice]]:
     """Yields each block with its tensor's name and its key within the file."""
     for name, item in tensors.items():
-        if isinstance(item, torch.Tensor):
+        if isinstance(item, torch.Tensor | Deferred):
             yield name, name, Slice(item)
         elif isinstance(item, Slice):
             yield name, name, item

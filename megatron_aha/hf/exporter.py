@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tqdm import tqdm
 from megatron_aha.checkpoint.atomic import disk_errors, replace_folder
 from megatron_aha.checkpoint.format import CheckpointReader
 from megatron_aha.checkpoint.index import dtype_name
+from megatron_aha.checkpoint.tensor_file import Deferred
 from megatron_aha.errors import UserError
 from megatron_aha.hf.card import write_card
 from megatron_aha.hf.code import write_code
@@ -75,8 +77,9 @@ def export_checkpoint(
         with disk_errors(temporary):
             temporary.mkdir(parents=True)
             _write_companions(reader, temporary, dtype, authors_format)
-        named = _read(reader, plan, dtype)
-        write_shards(temporary, fused(named) if authors_format else named, shard_bytes)
+        with tqdm(total=len(plan), desc="export", unit="weight", leave=False, disable=None) as progress:
+            named = _deferred(reader, plan, dtype, progress)
+            write_shards(temporary, fused(named) if authors_format else named, shard_bytes)
         usage = None
         if check:
             # Megatron-core takes seconds to import: what is wrong with a checkpoint is told before
@@ -119,15 +122,27 @@ def _check_plan(reader: CheckpointReader, plan: list[Weight]) -> None:
         )
 
 
-def _read(
-    reader: CheckpointReader, plan: list[Weight], dtype: torch.dtype | None
-) -> Iterator[tuple[str, Tensor]]:
-    """Yields names and values of their weights, each read when it is asked for."""
-    for weight in tqdm(plan, desc="export", unit="weight", leave=False, disable=None):
-        whole = reader.read(weight.ours, dtype=dtype)
-        # Parts of one storage: safetensors wants each in its own.
-        parts = [part.clone() for part in weight.rule.split(whole, reader.model)]
-        yield from zip(weight.theirs, parts, strict=True)
+def _deferred(
+    reader: CheckpointReader, plan: list[Weight], dtype: torch.dtype | None, progress: Any
+) -> Iterator[tuple[str, Deferred]]:
+    """Yields their names and weights, which are read, and shown in ``progress``, when they are written."""
+    last: tuple[str, list[Tensor]] = ("", [])
+
+    def read(weight: Weight, number: int) -> Tensor:
+        nonlocal last
+        if last[0] != weight.ours:  # parts of one weight are written one after another
+            last = ("", [])
+            whole = reader.read(weight.ours, dtype=dtype)
+            last = (weight.ours, weight.rule.split(whole, reader.model))
+            progress.update()
+        return last[1][number]
+
+    for weight in plan:
+        stored = dtype or reader.dtype(weight.ours)
+        whole = torch.empty(reader.shape(weight.ours), dtype=stored, device="meta")
+        outlines = weight.rule.split(whole, reader.model)
+        for number, (name, outline) in enumerate(zip(weight.theirs, outlines, strict=True)):
+            yield name, Deferred(outline, partial(read, weight, number))
 
 
 def _write_companions(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_aha.checkpoint.format import CheckpointReader
+from megatron_aha.checkpoint.tensor_file import Deferred
 from megatron_aha.config.aha import AHAConfig
 from megatron_aha.errors import UserError
 from megatron_aha.hf.code import model_class
@@ -70,19 +71,17 @@ class FaolmoSource(FolderSource):
         stored = super().names()
         return [*stored, *(name.replace(_QUERY, _ROUTER) for name in stored if name.endswith(_QUERY))]
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        rows, *rest = super().shape(name.replace(_ROUTER, _QUERY))
-        if name.endswith(_ROUTER):
-            rows -= self._query_rows
-        elif name.endswith(_QUERY):
-            rows -= self.model.num_attention_heads
-        return (rows, *rest)
+    def outline(self, name: str) -> Tensor:
+        return self._rows(name, super().outline(name.replace(_ROUTER, _QUERY)))
 
     def read(self, name: str) -> Tensor:
-        whole = super().read(name.replace(_ROUTER, _QUERY))
+        return self._rows(name, super().read(name.replace(_ROUTER, _QUERY)))
+
+    def _rows(self, name: str, stored: Tensor) -> Tensor:
+        """Returns what belongs to a name of the stored weight."""
         if name.endswith(_ROUTER):
-            return whole[self._query_rows :].clone()
-        return whole[: self._query_rows].clone() if name.endswith(_QUERY) else whole
+            return stored[self._query_rows :].clone()
+        return stored[: self._query_rows].clone() if name.endswith(_QUERY) else stored
 
     def reference(self) -> Any:
         kind = model_class(_FAMILY)
@@ -125,14 +124,20 @@ def faolmo_config(reader: CheckpointReader, dtype: str, source: dict[str, Any]) 
     return {**config, "model_type": MODEL_TYPE, WINDOW: reader.aha.window}
 
 
-def fused(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def fused(named: Iterable[tuple[str, Deferred]]) -> Iterator[tuple[str, Deferred]]:
     """Yields names and weights with each router's rows below the query projection's, and no biases."""
-    queries: dict[str, Tensor] = {}
-    for name, value in named:
+    queries: dict[str, Deferred] = {}
+    for name, weight in named:
         if name.endswith(_QUERY):
-            queries[name] = value
+            queries[name] = weight
         elif name.endswith(_ROUTER):
             query = name.replace(_ROUTER, _QUERY)
-            yield query, torch.cat((queries.pop(query), value))
+            yield query, _below(queries.pop(query), weight)
         elif not name.endswith(".router.bias"):
-            yield name, value
+            yield name, weight
+
+
+def _below(upper: Deferred, lower: Deferred) -> Deferred:
+    return Deferred(
+        torch.cat((upper.outline, lower.outline)), lambda: torch.cat((upper.read(), lower.read()))
+    )

@@ -89,8 +89,8 @@ class GGUFSource:
     def names(self) -> Sequence[str]:
         return list(self._weights)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._weights[name].shape)
+    def outline(self, name: str) -> Tensor:
+        return self._weights[name].to("meta")
 
     def read(self, name: str) -> Tensor:
         return self._weights[name]

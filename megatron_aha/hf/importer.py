@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron_aha.checkpoint.format import CheckpointReader, CheckpointWriter, FileRecord, complete_steps
+from megatron_aha.checkpoint.tensor_file import Deferred, in_shards
 from megatron_aha.config.aha import AHAConfig
 from megatron_aha.config.model import ModelConfig
 from megatron_aha.errors import UserError, nearest
@@ -19,7 +21,7 @@ from megatron_aha.hf.card import write_origin
 from megatron_aha.hf.mapping import Weight, shape_of, weights
 from megatron_aha.hf.source import Source, open_source
 
-# Weights are collected up to this many bytes before a file is written; the peak of memory is little more.
+# About the size of a file.
 SHARD_BYTES = 2**30
 
 # Tables that old versions of transformers stored beside the weights, and that are computed anew.
@@ -111,10 +113,10 @@ def _check_plan(source: Source, plan: list[Weight], model: ModelConfig, aha: AHA
         )
     for weight in plan:
         for name, shape in zip(weight.theirs, shape_of(weight, model, aha), strict=True):
-            if source.shape(name) != shape:
+            found = source.outline(name).shape
+            if found != shape:
                 raise UserError(
-                    f"the source's '{name}' has shape {list(source.shape(name))}, its configuration says "
-                    f"{list(shape)}"
+                    f"the source's '{name}' has shape {list(found)}, its configuration says {list(shape)}"
                 )
 
 
@@ -126,25 +128,24 @@ def _write(
     dtype: torch.dtype | None,
     shard_bytes: int,
 ) -> list[FileRecord]:
-    """Reads, converts and writes all weights; never holds more than a shard and one weight."""
+    """Reads, converts and writes all weights, one at a time."""
     records: list[FileRecord] = []
-    shard: dict[str, Tensor] = {}
-    size = 0
+    with tqdm(total=len(plan), desc="import", unit="weight", leave=False, disable=None) as progress:
 
-    def flush() -> None:
-        nonlocal shard, size
-        if shard:
-            records.append(writer.write_file(f"weights_{len(records):05d}.safetensors", shard))
-        shard, size = {}, 0
+        def converted(weight: Weight, part: Callable[[str], Tensor]) -> Tensor:
+            whole = weight.rule.merge([part(name) for name in weight.theirs], model)
+            return whole.to(dtype or whole.dtype)
 
-    for weight in tqdm(plan, desc="import", unit="weight", leave=False, disable=None):
-        whole = weight.rule.merge([source.read(name) for name in weight.theirs], model)
-        whole = whole.to(dtype or whole.dtype)
-        if size and size + whole.nbytes > shard_bytes:
-            flush()
-        shard[weight.ours] = whole
-        size += whole.nbytes
-    flush()
+        def read(weight: Weight) -> Tensor:
+            progress.update()
+            return converted(weight, source.read)
+
+        named = (
+            (weight.ours, Deferred(converted(weight, source.outline), partial(read, weight)))
+            for weight in plan
+        )
+        for tensors in in_shards(named, shard_bytes):
+            records.append(writer.write_file(f"weights_{len(records):05d}.safetensors", tensors))
     return records
 
 

@@ -12,11 +12,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_aha.checkpoint.tensor_file import TYPE_NAMES
 from megatron_aha.config.aha import AHAConfig
 from megatron_aha.config.model import ModelConfig
 from megatron_aha.errors import UserError
 from megatron_aha.hf.code import model_class
 from megatron_aha.hf.configuration import read_config
+
+# Element types by the names of safetensors files.
+_TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -53,8 +57,8 @@ class Source(Protocol):
     def names(self) -> Sequence[str]:
         """Returns the names of all weights."""
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Returns a weight's shape without reading it."""
+    def outline(self, name: str) -> Tensor:
+        """Returns a tensor of a weight's shape and type on the meta device, without reading the weight."""
 
     def read(self, name: str) -> Tensor:
         """Returns one weight as it is stored."""
@@ -78,7 +82,6 @@ class FolderSource:
         self.folder = folder
         self._read_config(read_json(folder / CONFIG_FILE))
         self._files = self._locate()
-        self._handles: dict[str, Any] = {}
 
     def _read_config(self, config: dict[str, Any]) -> None:
         self.config = config
@@ -111,17 +114,21 @@ class FolderSource:
     def names(self) -> Sequence[str]:
         return list(self._files)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._handle(name).get_slice(name).get_shape())
+    def outline(self, name: str) -> Tensor:
+        stored = self._open(name).get_slice(name)
+        kind = _TYPES.get(stored.get_dtype())
+        if kind is None:
+            raise UserError(
+                f"the source's '{name}' has the type {stored.get_dtype()}, which is not supported"
+            )
+        return torch.empty(stored.get_shape(), dtype=kind, device="meta")
 
     def read(self, name: str) -> Tensor:
-        return self._handle(name).get_tensor(name)
+        return self._open(name).get_tensor(name)
 
-    def _handle(self, name: str) -> Any:
-        file = self._files[name]
-        if file not in self._handles:
-            self._handles[file] = open_shard(self.folder / file)
-        return self._handles[file]
+    def _open(self, name: str) -> Any:
+        """Opens a weight's file for one read: what was read of an open file counts as this process's memory."""
+        return open_shard(self.folder / self._files[name])
 
     def carry(self, folder: Path) -> None:
         for pattern in CARRIED_FILES:

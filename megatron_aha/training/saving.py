@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from megatron.core import parallel_state
@@ -29,6 +31,7 @@ FILE_BYTES = 2**30
 
 Tensors = dict[str, Slice | Tensor | list[Slice]]
 Written = tuple[str | None, list[FileRecord]]
+Result = TypeVar("Result")
 
 
 class CheckpointSaver:
@@ -36,7 +39,8 @@ class CheckpointSaver:
 
     Tensors are written under their global names, each by one of the ranks that hold it; a checkpoint exists once all
     ranks have written their files and rank 0 has renamed their folder. With ``checkpoint.asynchronous`` a thread writes
-    a copy of this rank's tensors while the training goes on, and ``poll`` completes the checkpoint some steps later.
+    a copy of this rank's tensors, and then one of rank 0 completes the checkpoint, while the training goes on; ``poll``
+    takes it from the one to the other. The copy's memory is kept for the next save: new memory costs more than copying.
 
     Args:
         config: of the run; ``checkpoint.directory`` must be set.
@@ -49,6 +53,7 @@ class CheckpointSaver:
         self._source_dir = source_dir
         self._say = say
         self._pending: _PendingSave | None = None
+        self._copies: dict[str, Tensor] | None = {} if config.checkpoint.asynchronous else None
 
     def save(self, engine: TrainingEngine, position: Position, usage: Tensor | None = None) -> None:
         """Saves the run as it is now, after any save that is still being written.
@@ -71,45 +76,58 @@ class CheckpointSaver:
             **dataclasses.asdict(position),
             "adam_steps": engine.optimizer_state.steps(),
             "recent_losses": list(engine.guard.recent_losses),
+            "loss_scale": engine.loss_scale.state(),
             "world_size": torch.distributed.get_world_size(),
             "usage": None if usage is None else usage.tolist(),
             "run": _described(self._config),
         }
-        files = _files(engine, copied=checkpoint.asynchronous)
+        files = _files(engine, self._copies)
         if checkpoint.asynchronous:
-            self._pending = _PendingSave(writer, state, list(files))
+            self._pending = _PendingSave(writer, state, _Background(partial(_write, writer, list(files))))
         else:
-            self._complete(writer, state, _write(writer, files))
+            self._end(writer, self._complete(writer, state, _share(_write(writer, files))))
 
     def poll(self) -> None:
-        """Completes a save that all ranks have finished writing. Raises UserError like ``save``."""
+        """Takes a save on when all ranks have finished a stage of it. Raises UserError like ``save``."""
         if self._pending is None:
             return
-        unfinished = torch.tensor([int(self._pending.thread.is_alive())], device=device())
+        unfinished = torch.tensor([int(self._pending.stage.running)], device=device())
         torch.distributed.all_reduce(unfinished, op=torch.distributed.ReduceOp.MAX)
         if not int(unfinished):
-            self.wait()
+            self._advance(self._pending)
 
     def wait(self) -> None:
         """Completes a save that is still being written. Raises UserError like ``save``."""
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            self._complete(pending.writer, pending.state, pending.written())
+        while self._pending is not None:
+            self._advance(self._pending)
 
-    def _complete(self, writer: CheckpointWriter, state: dict[str, Any], written: Written) -> None:
-        """Makes the files of all ranks a checkpoint, or removes them when any rank could not write its own."""
-        gathered = _share(written)
+    def _advance(self, pending: _PendingSave) -> None:
+        """Waits for the stage that a save is in, and begins the next one or ends it."""
+        if pending.completing is None:
+            gathered = _share(pending.writing.result())
+            pending.completing = _Background(partial(self._complete, pending.writer, pending.state, gathered))
+        else:
+            self._pending = None
+            self._end(pending.writer, pending.completing.result())
+
+    def _complete(
+        self, writer: CheckpointWriter, state: dict[str, Any], gathered: list[Written]
+    ) -> str | None:
+        """On rank 0, makes the files of all ranks a checkpoint; returns what went wrong on any. No collective."""
         problem = next((problem for problem, _ in gathered if problem), None)
-        if problem is None and torch.distributed.get_rank() == 0:
-            checkpoint = self._config.checkpoint
-            try:
-                writer.finish(
-                    [record for _, records in gathered for record in records], state, self._source_dir
-                )
-                if checkpoint.keep_last is not None:
-                    keep_newest(writer.directory, checkpoint.keep_last, checkpoint.keep_every)
-            except UserError as error:
-                problem = str(error)
+        if problem is not None or torch.distributed.get_rank() > 0:
+            return problem
+        checkpoint = self._config.checkpoint
+        try:
+            writer.finish([record for _, records in gathered for record in records], state, self._source_dir)
+            if checkpoint.keep_last is not None:
+                keep_newest(writer.directory, checkpoint.keep_last, checkpoint.keep_every)
+        except UserError as error:
+            return str(error)
+        return None
+
+    def _end(self, writer: CheckpointWriter, problem: str | None) -> None:
+        """Says that a checkpoint is complete, or removes the files when any rank could not write its own."""
         problem = _share(problem)[0] or problem
         if problem is not None:
             writer.discard()
@@ -117,30 +135,37 @@ class CheckpointSaver:
         self._say(f"saved {writer.directory}, step {writer.step}")
 
 
+class _Background(Generic[Result]):
+    """A function that runs in a thread of its own."""
+
+    def __init__(self, function: Callable[[], Result]) -> None:
+        self._executor = ThreadPoolExecutor(1, "checkpoint")
+        self._future = self._executor.submit(function)
+        self._executor.shutdown(wait=False)
+
+    @property
+    def running(self) -> bool:
+        """Whether the function has not returned yet."""
+        return not self._future.done()
+
+    def result(self) -> Result:
+        """Waits for the function; returns, or raises, what it did."""
+        return self._future.result()
+
+
+@dataclass
 class _PendingSave:
-    """A thread that writes this rank's files."""
+    """A save in one of its stages: every rank writes, then rank 0 completes."""
 
-    def __init__(self, writer: CheckpointWriter, state: dict[str, Any], files: list[Tensors]) -> None:
-        self.writer = writer
-        self.state = state
-        self._written: Written | None = None
-        self._error: BaseException | None = None
-        self.thread = threading.Thread(target=self._run, args=(files,), name="checkpoint", daemon=True)
-        self.thread.start()
+    writer: CheckpointWriter
+    state: dict[str, Any]
+    writing: _Background[Written]
+    completing: _Background[str | None] | None = None
 
-    def written(self) -> Written:
-        """Waits for the thread and returns what went wrong, if anything did, and the files' records."""
-        self.thread.join()
-        if self._error is not None:
-            raise self._error
-        assert self._written is not None
-        return self._written
-
-    def _run(self, files: list[Tensors]) -> None:
-        try:
-            self._written = _write(self.writer, files)
-        except BaseException as error:  # raised again in the training's own thread
-            self._error = error
+    @property
+    def stage(self) -> _Background[Any]:
+        """What is going on."""
+        return self.completing or self.writing
 
 
 def _described(config: RunConfig) -> dict[str, Any]:
@@ -167,10 +192,12 @@ def _write(writer: CheckpointWriter, files: Iterator[Tensors] | list[Tensors]) -
     return problem, records
 
 
-def _files(engine: TrainingEngine, *, copied: bool) -> Iterator[Tensors]:
+def _files(engine: TrainingEngine, copies: dict[str, Tensor] | None) -> Iterator[Tensors]:
     """Yields what this rank writes, file by file; all ranks of a data-parallel group must exhaust it together.
 
-    With ``copied`` the tensors are copies, which further training leaves alone.
+    Args:
+        engine: what is saved.
+        copies: memory by name, added to where missing, for copies that further training leaves alone; None: no copies.
     """
     dp_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     dp_size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
@@ -186,8 +213,10 @@ def _files(engine: TrainingEngine, *, copied: bool) -> Iterator[Tensors]:
         if not local.owned or index % dp_size != dp_rank or (local.replicated and tp_rank > 0):
             continue
         for name, value in values.items():
+            if copies is not None:
+                value = _copied(value, name, copies)
             pending[name] = [
-                Slice(_on_cpu(value[block.local], copied), global_shape=local.shape, start=block.start)
+                Slice(value[block.local], global_shape=local.shape, start=block.start)
                 for block in local.blocks
             ]
             size += value.nbytes
@@ -197,9 +226,11 @@ def _files(engine: TrainingEngine, *, copied: bool) -> Iterator[Tensors]:
     yield pending
 
 
-def _on_cpu(value: Tensor, copied: bool) -> Tensor:
-    """Returns the tensor on the CPU; one that is there already is copied on demand."""
-    return value.clone() if copied and value.device.type == "cpu" else value.cpu()
+def _copied(value: Tensor, name: str, copies: dict[str, Tensor]) -> Tensor:
+    """Returns a copy on the CPU, in the memory that ``copies`` has for this name."""
+    if name not in copies:
+        copies[name] = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+    return copies[name].copy_(value)
 
 
 def _values(optimizer: OptimizerState, local: LocalParameter) -> dict[str, Tensor]:
