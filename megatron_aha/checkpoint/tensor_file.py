@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +57,11 @@ def outline_of(tensor: Tensor | Deferred) -> Tensor:
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor | Deferred], seen: Callable[[memoryview], Any] | None = None
+    path: Path,
+    tensors: Mapping[str, Tensor | Deferred],
+    seen: Callable[[memoryview], Any] | None = None,
+    *,
+    durable: bool = False,
 ) -> None:
     """Writes a safetensors file; holds no more than one deferred tensor, and one that is not on the CPU, at a time.
 
@@ -63,6 +69,7 @@ def write_tensors(
         path: of the file; one that exists is replaced.
         tensors: by name.
         seen: gets every byte of the file in order, from another thread, while it is written; a checksum's ``update``.
+        durable: return when the bytes have reached the disk, which takes them while the next ones are written.
 
     Raises:
         OSError: the file cannot be written.
@@ -70,19 +77,31 @@ def write_tensors(
     """
     # Readers map the file: each tensor must begin at a multiple of its element size.
     ordered = sorted(tensors.items(), key=lambda item: -outline_of(item[1]).dtype.itemsize)
-    with path.open("wb") as stream, ThreadPoolExecutor(1) as beside:
+    with path.open("wb") as stream, ThreadPoolExecutor(2) as beside:
+        sync = partial(os.fsync, stream.fileno())
+        syncing: Future[None] | None = None
 
         def put(data: memoryview) -> None:
+            nonlocal syncing
             for first in range(0, len(data), _CHUNK):
                 chunk = data[first : first + _CHUNK]
                 watched = beside.submit(seen, chunk) if seen is not None else None
                 stream.write(chunk)
                 if watched is not None:
                     watched.result()
+                if durable and (syncing is None or syncing.done()):
+                    if syncing is not None:
+                        syncing.result()
+                    syncing = beside.submit(sync)
 
         put(memoryview(_header({name: outline_of(tensor) for name, tensor in ordered})))
         for name, tensor in ordered:
             put(_bytes_of(name, tensor))
+        if syncing is not None:
+            syncing.result()
+        if durable:
+            stream.flush()
+            sync()
 
 
 def in_shards(

@@ -117,8 +117,7 @@ class CheckpointWriter:
             )
         digest = hashlib.sha256()
         with disk_errors(path):
-            write_tensors(path, values, digest.update)
-            sync(path)
+            write_tensors(path, values, digest.update, durable=True)
         return {
             "file": file_name,
             "bytes": path.stat().st_size,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -136,12 +139,12 @@ class CheckpointSaver:
 
 
 class _Background(Generic[Result]):
-    """A function that runs in a thread of its own."""
+    """A function that runs in a thread of its own, which leaves the processors to the training where Linux lets it."""
 
     def __init__(self, function: Callable[[], Result]) -> None:
-        self._executor = ThreadPoolExecutor(1, "checkpoint")
-        self._future = self._executor.submit(function)
-        self._executor.shutdown(wait=False)
+        executor = ThreadPoolExecutor(1, "checkpoint", initializer=_step_back)
+        self._future = executor.submit(function)
+        executor.shutdown(wait=False)
 
     @property
     def running(self) -> bool:
@@ -151,6 +154,12 @@ class _Background(Generic[Result]):
     def result(self) -> Result:
         """Waits for the function; returns, or raises, what it did."""
         return self._future.result()
+
+
+def _step_back() -> None:
+    """Lowers the priority of the calling thread and those it starts: an operator waits for its slowest thread."""
+    if sys.platform == "linux":  # elsewhere a priority is the whole process's
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 @dataclass
