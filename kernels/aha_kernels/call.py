@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
@@ -30,22 +30,23 @@ class _PerHead:
                 cut[field.name] = (of_keys if field.name in _KEYS else of_queries)(value)
         return replace(self, **cut)
 
-    def _heads(self, kv_head: int) -> slice:
+    def heads_of_group(self, kv_head: int, at_once: int) -> Iterator[slice]:
+        """Yields the query heads of one KV group, at most ``at_once`` of them at a time."""
         group = self.q.shape[2] // self.k.shape[2]
-        return slice(kv_head * group, (kv_head + 1) * group)
+        first, stop = kv_head * group, (kv_head + 1) * group
+        for head in range(first, stop, at_once):
+            yield slice(head, min(head + at_once, stop))
 
-    def of_group(self: _Cut, kv_head: int) -> _Cut:
-        """Returns views of one KV group, ``[batch, queries, group, ..]`` and ``[batch, keys, 1, ..]``."""
-        heads = self._heads(kv_head)
+    def of_heads(self: _Cut, kv_head: int, heads: slice) -> _Cut:
+        """Returns views of heads of one KV group, ``[batch, queries, heads, ..]`` and ``[batch, keys, 1, ..]``."""
         return self._cut(lambda x: x[:, :, heads], lambda x: x[:, :, kv_head : kv_head + 1])
 
     def of_segment(self: _Cut, segment: Segment) -> _Cut:
         """Returns views of one segment, ``[queries, heads, ..]`` and ``[keys, kv_heads, ..]``."""
         return self._cut(lambda x: x[segment.batch, segment.rows], lambda x: x[segment.batch, segment.keys])
 
-    def part(self: _Cut, segment: Segment, kv_head: int) -> _Cut:
-        """Returns views of one segment and KV group, ``[queries, group, ..]`` and ``[keys, ..]``."""
-        heads = self._heads(kv_head)
+    def part(self: _Cut, segment: Segment, kv_head: int, heads: slice) -> _Cut:
+        """Returns views of one segment and heads of one KV group, ``[queries, heads, ..]`` and ``[keys, ..]``."""
         return self._cut(
             lambda x: x[segment.batch, segment.rows, heads],
             lambda x: x[segment.batch, segment.keys, kv_head],

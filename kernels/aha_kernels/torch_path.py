@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -18,6 +19,7 @@ from aha_kernels.problem import Problem, compute_dtype
 from aha_kernels.segments import Segment
 
 SHORT = 224 * 224  # scores per head of a segment up to which one dense pass is faster
+ROWS_AT_ONCE = 16384  # rows, of all heads together, that are copied and computed at a time
 ALONE = 512 * 512  # scores per head of a segment up to which threads cost more than they gain
 
 
@@ -51,11 +53,17 @@ def torch_forward(
     return call.out, call.lse, call.lse_here
 
 
+def _heads(call: Activations, segment: Segment, kv_head: int) -> Iterator[slice]:
+    """Yields the query heads of a KV group, few enough at a time that their copies stay small."""
+    return call.heads_of_group(kv_head, max(1, ROWS_AT_ONCE // segment.num_rows))
+
+
 def _forward_part(call: Activations, problem: Problem, segment: Segment, kv_head: int) -> None:
-    part = call.part(segment, kv_head)
-    attend = mostly_open_forward if flash_suits(part.opens, segment.num_keys) else banded_forward
-    if not attend(part, problem):
-        dense_forward(call.of_group(kv_head), problem, segment)
+    for heads in _heads(call, segment, kv_head):
+        part = call.part(segment, kv_head, heads)
+        attend = mostly_open_forward if flash_suits(part.opens, segment.num_keys) else banded_forward
+        if not attend(part, problem):
+            dense_forward(call.of_heads(kv_head, heads), problem, segment)
 
 
 def torch_backward(
@@ -101,8 +109,10 @@ def torch_backward(
 def _backward_part(
     call: Activations, grads: Gradients, problem: Problem, segment: Segment, kv_head: int
 ) -> None:
-    part = call.part(segment, kv_head)
-    mostly_open = flash_suits(part.opens, segment.num_keys)
-    differentiate = mostly_open_backward if mostly_open else banded_backward
-    if not differentiate(part, grads.part(segment, kv_head), problem):
-        dense_backward(call.of_group(kv_head), grads.of_group(kv_head), problem, segment)
+    for heads in _heads(call, segment, kv_head):
+        part = call.part(segment, kv_head, heads)
+        mostly_open = flash_suits(part.opens, segment.num_keys)
+        differentiate = mostly_open_backward if mostly_open else banded_backward
+        if not differentiate(part, grads.part(segment, kv_head, heads), problem):
+            of_heads = (call.of_heads(kv_head, heads), grads.of_heads(kv_head, heads))
+            dense_backward(*of_heads, problem, segment)

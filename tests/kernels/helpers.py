@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from aha_kernels import aha_attention, torch_path
+from aha_kernels import aha_attention, masked, torch_path
 from aha_kernels.reference import reference_attention
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float64: 1e-12}
@@ -179,12 +179,12 @@ def in_chunks(call: Call, chunks: list[int], **options: Any) -> Tensor:
 
 @contextlib.contextmanager
 def shortest_banded(scores: int) -> Iterator[None]:
-    """Within it, segments of more than that many scores take near bands and far rows; shorter ones one
-    dense pass.
+    """Within it, segments of more than that many scores take near bands and far rows, shorter ones one
+    dense pass; none takes masked calls of torch's kernel.
     """
-    usual = torch_path.SHORT
-    torch_path.SHORT = scores
+    usual = torch_path.SHORT, masked.MODERATE
+    torch_path.SHORT, masked.MODERATE = scores, 0
     try:
         yield
     finally:
-        torch_path.SHORT = usual
+        torch_path.SHORT, masked.MODERATE = usual

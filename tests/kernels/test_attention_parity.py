@@ -38,6 +38,24 @@ def test_the_dense_path_of_short_segments_equals_the_definition(options: dict[st
         assert_close(run(call), run_reference(call), torch.float32)
 
 
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(CALLS)
+def test_the_masked_calls_of_moderate_segments_equal_the_definition(options: dict[str, Any]) -> None:
+    call = make_call(**options)
+    assert_close(run(call), run_reference(call), torch.float32)
+
+
+@pytest.mark.parametrize("heads_at_once", [1, 3])
+@pytest.mark.parametrize("usage", [0.3, 0.9])
+def test_few_heads_of_a_group_at_a_time_equal_the_definition(
+    heads_at_once: int, usage: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aha_kernels.torch_path.ROWS_AT_ONCE", heads_at_once * 250)
+    call = make_call(queries=250, heads=8, kv_heads=2, window=20, usage=usage)
+    with shortest_banded(0):
+        assert_close(run(call), run_reference(call), torch.float32)
+
+
 @pytest.mark.parametrize("scores", [0, 10**9])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_every_dtype_equals_the_definition(dtype: torch.dtype, scores: int) -> None:
@@ -51,8 +69,11 @@ def test_several_tiles_of_far_rows_and_near_bands() -> None:
     assert_close(run(call), run_reference(call), torch.float32)
 
 
-@pytest.mark.parametrize("scores", [0, 10**9])
-def test_scores_of_extreme_range_keep_their_gradients(scores: int) -> None:
+@pytest.mark.parametrize(("scores", "rows"), [(0, 16384), (0, 200), (10**9, 16384)])
+def test_scores_of_extreme_range_keep_their_gradients(
+    scores: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aha_kernels.torch_path.ROWS_AT_ONCE", rows)
     call = make_call(queries=200, window=20, usage=0.4, spread=150.0, dtype=torch.float64)
     actual = [x.float().requires_grad_() for x in (y.detach() for y in call.leaves())]
     call32 = Call(*actual, call.window)
