@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Tokens per second of decoding: a model with routers, forced to a usage, against the same weights without.
+"""Tokens per second, of prompts and of decoding: a model with routers, forced to a usage, against the same without.
 
-Both run in one process, in turns, over caches filled with random keys and values, through transformers alone (and
-``aha_kernels`` for the routes). What it prints is a ratio: seconds of one machine are no property of the method.
+Both run in one process, in turns, through transformers alone (and ``aha_kernels`` for the routes); decoding goes over
+caches filled with random keys and values. Compare the ratios: seconds of one machine are no property of the method.
 
     python tools/bench_decode.py --source SmolLM2.gguf --contexts 2048 8192 --usage 0.07
 """
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_aha.config.aha import AHAConfig
 from megatron_aha.entry import run_and_exit
@@ -69,22 +70,42 @@ class Decoder:
         return time.perf_counter() - begin
 
 
+def prefill(model: Any, tokens: Tensor) -> float:
+    """Returns the seconds of a whole prompt ``[1, tokens]``, with the cache that decoding would go on from."""
+    begin = time.perf_counter()
+    with torch.no_grad():
+        model(tokens, use_cache=True, logits_to_keep=1)
+    return time.perf_counter() - begin
+
+
+def compared(name: str, pairs: Sequence[tuple[float, float]], tokens: int) -> dict[str, float]:
+    """Returns tokens per second of both models and their ratio, medians over pairs of seconds (dense, routed)."""
+    dense, routed = (tokens / statistics.median(seconds) for seconds in zip(*pairs, strict=True))
+    ratio = statistics.median(slow / fast for slow, fast in pairs)
+    return {f"{name}_dense": dense, f"{name}_routed": routed, f"{name}_ratio": ratio}
+
+
 def measure(source: Source, dense: Any, options: argparse.Namespace) -> list[dict[str, float]]:
-    """Returns, for each context, how many times as many tokens per second the routed model gives."""
-    routed = with_routers(source, dense, options.window, options.usage)
+    """Returns tokens per second, and how many times as many the routed model gives, for each context."""
+    models = (dense, with_routers(source, dense, options.window, options.usage))
+    draw = torch.Generator().manual_seed(2)
     rows = []
     for context in options.contexts:
-        pair = [Decoder(model, context, options.tokens + 1) for model in (dense, routed)]
-        for decoder in pair:
-            decoder.step()  # memory and threads
-        times = [[decoder.step() for decoder in pair] for _ in range(options.tokens)]
-        ratio = statistics.median(slow / fast for slow, fast in times)
-        rows.append({"context": context, "ratio": ratio, "usage": options.usage, "window": options.window})
+        prompt = torch.randint(dense.config.vocab_size, (1, context), generator=draw)
+        for model in models:
+            prefill(model, prompt[:, : 2 * options.window])  # memory and threads
+        prompts = [(prefill(models[0], prompt), prefill(models[1], prompt)) for _ in range(options.prompts)]
+        decoders = [Decoder(model, context, options.tokens + 1) for model in models]
+        for decoder in decoders:
+            decoder.step()
+        steps = [(decoders[0].step(), decoders[1].step()) for _ in range(options.tokens)]
+        row = {"context": context, "usage": options.usage, "window": options.window}
+        rows.append(row | compared("prefill", prompts, context) | compared("decode", steps, 1))
     return rows
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prints the ratios as a table, and as JSON with ``--json``."""
+    """Prints tokens per second, dense and routed, and their ratios as a table, and as JSON with ``--json``."""
     parser = argparse.ArgumentParser(prog="bench_decode.py", description=main.__doc__)
     parser.add_argument(
         "--source", required=True, metavar="PATH", help="dense Hugging Face folder or .gguf file"
@@ -93,14 +114,22 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--usage", type=float, default=0.07, help="share of token-heads that choose all")
     parser.add_argument("--window", type=int, default=256, help="keys, the token itself included")
     parser.add_argument("--tokens", type=int, default=16, help="tokens decoded by each model")
+    parser.add_argument("--prompts", type=int, default=1, help="prompts read by each model")
     parser.add_argument("--json", metavar="FILE", help="write the rows here as well")
     options = parser.parse_args(argv)
+    if min(options.prompts, options.tokens) < 1:
+        parser.error("--prompts and --tokens must be at least 1")
     source = open_source(options.source)
     rows = measure(source, source.reference(), options)
     print(f"usage {options.usage:.2f}, window {options.window}, {torch.get_num_threads()} threads")
-    print(f"{'context':>8} {'tokens/s, routed over dense':>28}")
+    print(f"{'tokens/s':>8} {'prefill':>30} {'decode':>30}")
+    print(f"{'context':>8}" + f" {'dense':>10} {'routed':>10} {'ratio':>8}" * 2)
     for row in rows:
-        print(f"{int(row['context']):>8} {row['ratio']:>28.2f}")
+        cells = [f"{int(row['context']):>8}"]
+        for name in ("prefill", "decode"):
+            cells += [f"{row[f'{name}_{model}']:>10.1f}" for model in ("dense", "routed")]
+            cells.append(f"{row[f'{name}_ratio']:>8.2f}")
+        print(" ".join(cells))
     if options.json:
         Path(options.json).write_text(json.dumps(rows, indent=2) + "\n")
 

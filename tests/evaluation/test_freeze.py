@@ -28,6 +28,7 @@ def folder(tmp_path: Path) -> Path:
     model.save_pretrained(tmp_path / "aha")
     save_tokenizer(tmp_path / "aha")
     write_code(tmp_path / "aha", "llama")
+    (tmp_path / "aha" / "README.md").write_text("# A model\n")
     (tmp_path / "text.txt").write_text(" ".join(f"w{int(word)}" for word in WORDS))
     return tmp_path / "aha"
 
@@ -65,8 +66,14 @@ def test_a_threshold_freezes_what_lies_under_it(folder: Path) -> None:
     assert report["perplexity"][0] != report["perplexity"][1]
 
 
-def test_the_folder_loads_elsewhere_with_its_own_code(folder: Path, tmp_path: Path) -> None:
-    freeze(folder)
+def test_the_folder_loads_elsewhere_with_code_and_card_of_its_own(folder: Path, tmp_path: Path) -> None:
+    # as an older export would have it: code that knows nothing of frozen heads
+    (folder / "modeling_llama_aha.py").write_text("raise ImportError('stale')\n")
+    assert freeze(folder, length="150")["context"] == 150
+    card = (tmp_path / "frozen" / "README.md").read_text()
+    assert card.startswith(
+        "# A model\n\n## Frozen heads\n\n2 routers, whose usage on a text was at most 0.0,"
+    )
     script = (
         "import sys, torch; from transformers import AutoModelForCausalLM as A; "
         f"m = A.from_pretrained({str(tmp_path / 'frozen')!r}, trust_remote_code=True); "

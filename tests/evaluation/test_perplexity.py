@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from evaluating import evaluate
 from hf_models import make_aha, make_llama
 
 from megatron_aha.errors import UserError
-from megatron_aha.evaluation.cli import main
 from megatron_aha.evaluation.perplexity import bucket_starts, read_texts
 from megatron_aha.evaluation.table import names_of
 
@@ -26,14 +26,6 @@ def text(tmp_path: Path) -> Path:
     path = tmp_path / "text.jsonl"
     path.write_text("".join(json.dumps({"text": document}) + "\n" for document in DOCUMENTS))
     return path
-
-
-def evaluate(folders: Path, *options: str, models: tuple[str, ...] = ("dense", "aha")) -> dict:
-    """Returns what the tool writes as JSON."""
-    output = folders / "results.json"
-    paths = [str(folders / name) for name in models]
-    main(["--models", *paths, "--device", "cpu", "--json", str(output), *options])
-    return json.loads(output.read_text())
 
 
 def test_each_position_is_counted_once_in_its_bucket_with_its_usage(folders: Path, text: Path) -> None:
@@ -107,19 +99,8 @@ def test_other_tokens_are_told(
 
     make_llama().save_pretrained(tmp_path / "other")
     save_tokenizer(tmp_path / "other", words=100)
-    main(
-        [
-            "--models",
-            str(folders / "dense"),
-            str(tmp_path / "other"),
-            "--device",
-            "cpu",
-            "--text",
-            str(text),
-            "--length",
-            "200",
-        ]
-    )
+    (tmp_path / "dense").symlink_to(folders / "dense")
+    evaluate(tmp_path, "--text", str(text), "--length", "200", models=("dense", "other"))
     assert "The tokenizers differ" in capsys.readouterr().out
 
 

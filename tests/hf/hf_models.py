@@ -29,6 +29,13 @@ SIZES: dict[str, Any] = {
 }
 WINDOW = 8
 
+# Ways of choosing tokens, as `generate` takes them; sampling draws from torch's generator.
+DECODING: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "beams": {"do_sample": False, "num_beams": 2},
+    "sampled": {"do_sample": True, "temperature": 1.5, "top_k": 0},
+}
+
 
 def make_llama(**options: Any) -> LlamaForCausalLM:
     """Returns a random dense Llama in fp32."""

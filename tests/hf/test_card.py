@@ -46,10 +46,11 @@ def card_of(checkpoint: Path, output: Path, **options: Any) -> str:
 
 
 def test_it_tells_settings_usage_and_training_of_a_trained_checkpoint(tmp_path: Path) -> None:
-    step = trained(imported(make_aha(aha_loss_coefficient=0.002), tmp_path), tmp_path / "run", STATE)
+    model = make_aha(aha_loss_coefficient=0.002)
+    step = trained(imported(model, tmp_path, "Base|1B"), tmp_path / "run", STATE)
     card = card_of(step, tmp_path / "out")
     for row in (
-        "| base model | Base-1B |",
+        r"| base model | Base\|1B |",
         "| window | 8 tokens, the token itself included |",
         "| sink tokens | 0 |",
         "| granularity | a router for each query head |",
@@ -67,7 +68,7 @@ def test_it_tells_settings_usage_and_training_of_a_trained_checkpoint(tmp_path: 
         assert row in card, row
     assert not (tmp_path / "out" / "origin.json").exists()
     head = front_matter(tmp_path / "out" / "README.md")
-    assert head["base_model"] == "Base-1B" and head["library_name"] == "transformers"
+    assert head["base_model"] == "Base|1B" and head["library_name"] == "transformers"
     assert "license" not in head and "its folder named none" in card
 
 
@@ -100,19 +101,26 @@ def test_the_licence_of_the_source_comes_along_and_its_card_does_not(tmp_path: P
     (folder / "README.md").write_text(
         "---\nlicense: other\nlicense_name: acme-1\ntags: [a]\n---\n# The best model\n"
     )
-    (folder / "LICENSE.txt").write_text("do no harm")
+    for name in ("LICENSE.txt", "NOTICE"):
+        (folder / name).write_text("do no harm")
     step = imported(make_aha(), folder.parent, "0123")
     card = card_of(step, tmp_path / "out")
     head = front_matter(tmp_path / "out" / "README.md")
     assert (head["license"], head["license_name"], head["base_model"]) == ("other", "acme-1", "acme/Base-1B")
-    assert "license other, license_name acme-1" in card and "The files LICENSE.txt came with it" in card
+    assert (
+        "license other, license_name acme-1" in card and "The files LICENSE.txt, NOTICE came with it" in card
+    )
     assert "The best model" not in card and (tmp_path / "out" / "LICENSE.txt").exists()
     again = import_checkpoint(tmp_path / "out", tmp_path / "again", check=False, say=silent)
     assert "| base model | acme/Base-1B |" in card_of(again, tmp_path / "out2")
 
 
 def test_a_dense_export_has_a_card_and_a_name_may_be_given(tmp_path: Path) -> None:
-    imported(make_llama(), tmp_path)
+    (tmp_path / "Base-1B").mkdir()
+    # what a dense model was made of is not what ours was made of
+    (tmp_path / "Base-1B" / "README.md").write_text("---\nbase_model: acme/Older\n---\n")
+    step = imported(make_llama(), tmp_path)
+    assert "# Base-1B, exported from" in card_of(step, tmp_path / "unnamed")
     options = [
         "--checkpoint",
         str(tmp_path / "ours"),

