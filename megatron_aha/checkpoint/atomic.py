@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -84,13 +85,18 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        code = error.errno
+        if isinstance(error, shutil.Error):
+            # Copying a folder collects what went wrong as text.
+            told = re.search(r"\[Errno (\d+)\]", str(error))
+            code = int(told[1]) if told else None
+        if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             folder = next(parent for parent in path.parents if parent.exists())
             free = shutil.disk_usage(folder).free
             raise UserError(
                 f"no space left on disk while writing {path} ({free / 2**20:.0f} MiB free): "
                 "free some space or choose another folder; older checkpoints are untouched"
             ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        if code in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise UserError(f"may not write {path}: choose a folder that you may write") from error
         raise

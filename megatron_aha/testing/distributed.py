@@ -14,7 +14,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-_PRELOAD = ["torch", "deepspeed", "megatron.core.models.gpt.gpt_model", "megatron.core.datasets.gpt_dataset"]
+# What every rank would import for itself, a second or two each; all of it is without state.
+_PRELOAD = [
+    "torch",
+    "deepspeed",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.datasets.gpt_dataset",
+    "megatron_aha.training.engine",
+    "megatron_aha.models",
+]
 
 
 class RankFailure(AssertionError):
@@ -40,12 +49,17 @@ def run_distributed(
     Raises:
         RankFailure: when any rank raised, died or was still running at the time-out.
     """
+    import torch
+
+    # Served by this process, so that it outlives a killed rank; a store in a file is polled every 10 ms.
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             context.Process(
-                target=_rank_main, args=(function, rank, world_size, folder, timeout, args, kwargs)
+                target=_rank_main,
+                args=(function, rank, world_size, store.port, folder, timeout, args, kwargs),
             )
             for rank in range(world_size)
         ]
@@ -90,6 +104,7 @@ def _rank_main(
     function: Callable[..., Any],
     rank: int,
     world_size: int,
+    port: int,
     folder: str,
     timeout: float,
     args: tuple[Any, ...],
@@ -109,7 +124,7 @@ def _rank_main(
             from megatron_aha.parallel.layout import prepare_platform
 
             prepare_platform()
-            store = torch.distributed.FileStore(f"{folder}/store", world_size)
+            store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
             torch.distributed.init_process_group(
                 "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
             )

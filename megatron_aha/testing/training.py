@@ -26,9 +26,9 @@ class TinyRun:
 
     Attributes:
         steps: result of each step.
-        gradients: global gradients of one step before the optimizer's, on rank 0 of each replica.
-        weights: global weights after the last step.
-        disagreeing: names of weights of which two ranks hold different copies.
+        gradients: global gradients of one step before the optimizer's, on rank 0 only.
+        weights: global weights after the last step, on rank 0 only.
+        disagreeing: names of weights of which two ranks hold different copies, on rank 0 only.
     """
 
     steps: list[StepResult] = field(default_factory=list)
@@ -87,10 +87,12 @@ def catch_gradients(engine: TrainingEngine, run: TinyRun) -> None:
     """Wraps DeepSpeed's step so that gradients are read when they are complete and not yet used."""
     from deepspeed.utils import safe_get_full_grad
 
-    original = engine.deepspeed.step
+    original, caught = engine.deepspeed.step, False
 
     def step(*args: Any, **kwargs: Any) -> None:
-        if engine.deepspeed.is_gradient_accumulation_boundary() and not run.gradients:
+        nonlocal caught
+        if engine.deepspeed.is_gradient_accumulation_boundary() and not caught:
+            caught = True
             run.gradients = gather_global(engine, safe_get_full_grad)
         original(*args, **kwargs)
 
@@ -102,24 +104,36 @@ def gather_global(
     read: Callable[[Tensor], Tensor | None],
     disagreeing: list[str] | None = None,
 ) -> dict[str, Tensor]:
-    """Returns global tensors by name, assembled from all ranks (a collective); fp32 on the CPU.
+    """Returns global tensors by name on rank 0, assembled from all ranks (a collective); fp32 on the CPU.
 
     Args:
         engine: whose parameters are read.
         read: the full local tensor of a parameter.
-        disagreeing: gets the names of tensors of which two ranks hold different copies.
+        disagreeing: on rank 0, gets the names of tensors of which two ranks hold different copies.
+
+    Returns:
+        On the other ranks an empty dictionary.
     """
     mine: list[tuple[LocalParameter, Tensor]] = []
     for local in local_parameters(engine.model):
         value = read(local.parameter)
         if value is not None:
-            mine.append((local, value.detach().float().cpu().clone()))
-    payload = [(x.name, x.shape, x.blocks, value) for x, value in mine]
+            mine.append((local, value.detach().float().cpu()))
+    # One array for all: pickling a tensor takes longer than computing one of a tiny model.
+    described = [(x.name, x.shape, x.blocks, value.shape) for x, value in mine]
+    flat = torch.cat([value.flatten() for _, value in mine]).numpy() if mine else None
+    first = torch.distributed.get_rank() == 0
     gathered: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, payload)
+    torch.distributed.gather_object((described, flat), gathered if first else None)
     whole: dict[str, Tensor] = {}
-    for part in gathered:
-        for name, shape, blocks, value in part:
+    for parameters, values in gathered if first else []:
+        if not parameters:
+            continue
+        sizes = [shape.numel() for *_, shape in parameters]
+        for (name, shape, blocks, local_shape), value in zip(
+            parameters, torch.from_numpy(values).split(sizes), strict=True
+        ):
+            value = value.view(local_shape)
             target = whole.setdefault(name, torch.full(shape, float("nan")))
             for block in blocks:
                 index = tuple(slice(a, a + n) for a, n in zip(block.start, block.shape, strict=True))

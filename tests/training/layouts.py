@@ -16,8 +16,8 @@ from megatron_aha.testing.tiny import tiny_config
 from megatron_aha.testing.training import TinyRun, train_tiny
 
 RANKS = 4
-# Two pipeline stages of two chunks each.
-LAYERS = 4
+# Of every stage, and two for the alternating chunks of interleaved ones.
+LAYERS_PER_STAGE = 2
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,16 @@ class Layout:
     def ranks(self) -> int:
         return self.tp * self.pp * self.cp * self.dp
 
+    @property
+    def layers(self) -> int:
+        return LAYERS_PER_STAGE * self.pp
+
     def config(self) -> RunConfig:
+        """Returns the run; its global batch is the same however the layout cuts it.
+
+        Without pipeline stages every rank has two micro-batches, which is what it takes to accumulate; with stages
+        two or four, for the schedule.
+        """
         parallel = ParallelConfig(
             tensor_model_parallel_size=self.tp,
             sequence_parallel=self.sp,
@@ -51,10 +60,18 @@ class Layout:
             virtual_pipeline_stages=self.vp,
             context_parallel_size=self.cp,
         )
-        config = tiny_config(parallel, zero_stage=self.zero)
-        config.model.num_layers = LAYERS
+        size = 1 if self.pp > 1 or self.dp > 1 else 2
+        config = tiny_config(parallel, zero_stage=self.zero, micro_batch_size=size)
+        config.model.num_layers = self.layers
         config.training.recompute = self.recompute
         config.data.blend = ["tiny"]
+        return config
+
+    def alone(self) -> RunConfig:
+        """Returns the same model and global batch in one process, one sample at a time."""
+        config = self.config()
+        config.parallel = ParallelConfig()
+        config.training.micro_batch_size = 1
         return config
 
 
