@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -51,58 +53,107 @@ def aha_decode(
         return triton_decode(
             q, k_cache, v_cache, route, window, cache_lengths, block_table, key_start, scale, num_sink_tokens
         )
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     starts = [0] * q.shape[0] if key_start is None else [max(0, x) for x in key_start.tolist()]
-    group = q.shape[2] // k_cache.shape[2]
     opens = route.bool()
     with torch.no_grad():
+        items = []
         for item, (start, length) in enumerate(zip(starts, cache_lengths.tolist(), strict=True)):
-            first_near = max(start, length - q.shape[1] - window + 1)
-            sinks = torch.arange(start, min(start + num_sink_tokens, first_near), device=q.device)
-            near = torch.cat([sinks, torch.arange(first_near, length, device=q.device)])
             pages = None if block_table is None else block_table[item].long()
-            for kv_head in range(k_cache.shape[2]):
-                heads = slice(kv_head * group, (kv_head + 1) * group)
-                open_group = bool(opens[item, :, heads].any()) and first_near > start
-                keys = range(start, length) if open_group else near
-                positions = torch.arange(start, length, device=q.device) if open_group else near
-                visible = _visible(positions, opens[item, :, heads], start, length, window, num_sink_tokens)
-                out[item, :, heads] = _attend(
-                    q[item, :, heads] * scale,
-                    _read(k_cache, item, kv_head, keys, pages),
-                    _read(v_cache, item, kv_head, keys, pages),
-                    visible,
-                )
+            cache = _Cache(k_cache, v_cache, item, pages)
+            shape = _Reach(start, length, q.shape[1], window, num_sink_tokens)
+            items.append(_decode_item(q[item] * scale, opens[item], cache, shape))
+    return torch.stack(items)
+
+
+@dataclass(frozen=True)
+class _Reach:
+    """What the new tokens of an item can see: keys from ``start`` on, up to ``length``, the last of them the newest."""
+
+    start: int
+    length: int
+    new_tokens: int
+    window: int
+    sinks: int
+
+    @property
+    def first_near(self) -> int:
+        """The first key in the window of the first new token."""
+        return max(self.start, self.length - self.new_tokens - self.window + 1)
+
+    def near(self, device: torch.device) -> range | Tensor:
+        """Returns the positions of all keys that are near to some new token, and of the sinks."""
+        sinks_stop = min(self.start + self.sinks, self.first_near)
+        if sinks_stop <= self.start:
+            return range(self.first_near, self.length)
+        sinks = torch.arange(self.start, sinks_stop, device=device)
+        return torch.cat([sinks, torch.arange(self.first_near, self.length, device=device)])
+
+
+@dataclass(frozen=True)
+class _Cache:
+    """Keys and values of one item of a cache, which may be in pages."""
+
+    keys: Tensor
+    values: Tensor
+    item: int
+    pages: Tensor | None
+
+    def read(self, positions: range | Tensor, kv_heads: slice) -> tuple[Tensor, Tensor]:
+        """Returns keys and values [kv_heads, positions, head_dim]; a range without pages is a view, not a copy."""
+        if self.pages is None:
+            rows = slice(positions.start, positions.stop) if isinstance(positions, range) else positions
+            found = [cache[self.item, :, kv_heads][rows] for cache in (self.keys, self.values)]
+        else:
+            device, size = self.keys.device, self.keys.shape[1]
+            if isinstance(positions, range):
+                positions = torch.arange(positions.start, positions.stop, device=device)
+            page, place = self.pages[positions // size], positions % size
+            found = [cache[page, place][:, kv_heads] for cache in (self.keys, self.values)]
+        return found[0].transpose(0, 1), found[1].transpose(0, 1)
+
+
+def _decode_item(q: Tensor, opens: Tensor, cache: _Cache, reach: _Reach) -> Tensor:
+    """Returns [new_tokens, heads, head_dim]: near keys for all heads at once, then all keys where heads are open.
+
+    q: scaled, [new_tokens, heads, head_dim]; opens: bool [new_tokens, heads].
+    """
+    new_tokens, heads, dim = q.shape
+    kv_heads = cache.keys.shape[2]
+    group = heads // kv_heads
+    first_query = reach.length - new_tokens
+    near = reach.near(q.device)
+    visible = None
+    if new_tokens > 1 or reach.length <= reach.start:
+        positions = torch.arange(near.start, near.stop, device=q.device) if isinstance(near, range) else near
+        query = torch.arange(first_query, reach.length, device=q.device)[:, None]
+        in_window = (positions > query - reach.window) | (positions < reach.start + reach.sinks)
+        visible = ((positions <= query) & in_window).repeat_interleave(group, 0)  # [new_tokens * group, keys]
+    by_group = q.view(new_tokens, kv_heads, group, dim).transpose(0, 1).reshape(kv_heads, -1, dim)
+    out = _attend(by_group, *cache.read(near, slice(None)), visible)  # [kv_heads, new_tokens * group, dim]
+    out = out.view(kv_heads, new_tokens, group, dim).transpose(0, 1).reshape(new_tokens, heads, dim)
+    if reach.first_near <= reach.start:
+        return out  # all keys are near
+    far = range(reach.start, reach.length)
+    opened = opens.view(new_tokens, kv_heads, group).any(2).any(0).nonzero()[:, 0].tolist()
+    for kv_head in opened:
+        token, head = opens[:, kv_head * group : (kv_head + 1) * group].nonzero(as_tuple=True)
+        head = head + kv_head * group
+        visible = None
+        if new_tokens > 1:
+            visible = torch.arange(far.start, far.stop, device=q.device) <= (token + first_query)[:, None]
+        keys, values = cache.read(far, slice(kv_head, kv_head + 1))
+        out[token, head] = _attend(q[token, head][None], keys, values, visible)[0]
     return out
 
 
-def _read(cache: Tensor, item: int, kv_head: int, keys: range | Tensor, pages: Tensor | None) -> Tensor:
-    """Returns [keys, head_dim] of one item and KV head; a range of an unpaged cache is a view, not a copy."""
-    if pages is None:
-        return (
-            cache[item, keys.start : keys.stop, kv_head]
-            if isinstance(keys, range)
-            else cache[item, keys, kv_head]
-        )
-    if isinstance(keys, range):
-        keys = torch.arange(keys.start, keys.stop, device=cache.device)
-    page_size = cache.shape[1]
-    return cache[pages[keys // page_size], keys % page_size, kv_head]
+def _attend(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None) -> Tensor:
+    """Returns [heads, rows, dim]: attention of scaled q [heads, rows, dim] over keys [heads, keys, dim].
 
-
-def _visible(positions: Tensor, opens: Tensor, start: int, length: int, window: int, sinks: int) -> Tensor:
-    """Returns bool [new_tokens, group, keys]: which of the keys at the positions each row sees."""
-    query = torch.arange(length - opens.shape[0], length, device=positions.device)[:, None, None]
-    near = (positions > query - window) | (positions < start + sinks)
-    return (positions <= query) & (near | opens[..., None])
-
-
-def _attend(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
-    """Returns [new_tokens, group, head_dim]: attention of scaled q over the visible keys, zero where there
-    are none.
+    A row sees the keys where visible [rows, keys] is set, all without it; its output is zero where there are none.
     """
     dtype = compute_dtype(q.dtype)
-    rows = q.reshape(-1, q.shape[-1])
-    scores = (rows @ keys.T).to(dtype).masked_fill_(~visible.view(rows.shape[0], -1), float("-inf"))
-    weights = torch.softmax(scores, -1).masked_fill_(~visible.any(-1).view(-1, 1), 0.0)
-    return (weights.to(values.dtype) @ values).view(q.shape)
+    scores = (q @ keys.transpose(1, 2)).to(dtype)
+    if visible is None:
+        return torch.softmax(scores, -1).to(values.dtype) @ values
+    weights = torch.softmax(scores.masked_fill_(~visible, float("-inf")), -1)
+    return weights.masked_fill_(~visible.any(-1)[:, None], 0.0).to(values.dtype) @ values
