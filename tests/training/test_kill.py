@@ -128,14 +128,14 @@ def test_one_rank_killed_at_random_moments_of_a_run_that_saves_every_step(
 
 def train_on_a_full_disk(options: list[str], victim: int) -> None:
     """Trains; after the first checkpoint one rank can write no file longer than 10 kB, as if its disk were full."""
-    original = CheckpointSaver._complete
+    original = CheckpointSaver._end
 
-    def complete(*args: Any) -> None:
+    def end(*args: Any) -> None:
         original(*args)
         if torch.distributed.get_rank() == victim:
             resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
 
-    CheckpointSaver._complete = complete  # type: ignore[method-assign]
+    CheckpointSaver._end = end  # type: ignore[method-assign]
     main(options)
 
 
