@@ -222,8 +222,8 @@ def _files(engine: TrainingEngine, copies: dict[str, Tensor] | None) -> Iterator
         if not local.owned or index % dp_size != dp_rank or (local.replicated and tp_rank > 0):
             continue
         for name, value in values.items():
-            if copies is not None:
-                value = _copied(value, name, copies)
+            # What ZeRO has gathered does not stay on the GPU until the file is full.
+            value = value.cpu() if copies is None else _copied(value, name, copies)
             pending[name] = [
                 Slice(value[block.local], global_shape=local.shape, start=block.start)
                 for block in local.blocks
