@@ -131,8 +131,8 @@ def _decode_item(q: Tensor, opens: Tensor, cache: _Cache, reach: _Reach) -> Tens
     by_group = q.view(new_tokens, kv_heads, group, dim).transpose(0, 1).reshape(kv_heads, -1, dim)
     out = _attend(by_group, *cache.read(near, slice(None)), visible)  # [kv_heads, new_tokens * group, dim]
     out = out.view(kv_heads, new_tokens, group, dim).transpose(0, 1).reshape(new_tokens, heads, dim)
-    if reach.first_near <= reach.start:
-        return out  # all keys are near
+    if reach.length - reach.window <= reach.start:
+        return out  # all keys are near to the newest token, and so to the others
     far = range(reach.start, reach.length)
     opened = opens.view(new_tokens, kv_heads, group).any(2).any(0).nonzero()[:, 0].tolist()
     for kv_head in opened:

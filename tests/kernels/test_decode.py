@@ -28,10 +28,12 @@ def paged(cache: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
 def test_decode_equals_the_definition(
     new_tokens: int, usage: float, page_size: int | None, sinks: int
 ) -> None:
-    call = make_call(batch=5, queries=new_tokens, keys=64, window=10, usage=usage, heads=4, kv_heads=2)
+    call = make_call(batch=6, queries=new_tokens, keys=64, window=10, usage=usage, heads=4, kv_heads=2)
     q, k, v, route = (x.detach() for x in call.leaves())
-    # The fourth sees one key beyond its window; of the last one's new tokens some come before its first key.
-    lengths, starts = torch.tensor([64, 41, 7, 10 + new_tokens, 30]), torch.tensor([0, 5, 2, 0, 29])
+    # The fourth: one key is beyond the window of all new tokens. The fifth: some of them come before the first key.
+    # The last: one key is beyond the window of the newest token alone.
+    lengths = torch.tensor([64, 41, 7, 10 + new_tokens, 30, 11])
+    starts = torch.tensor([0, 5, 2, 0, 29, 0])
     truth = reference_attention(
         *(x.double() for x in (q, k, v, route)),
         10,

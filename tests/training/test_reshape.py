@@ -125,6 +125,7 @@ def test_five_losses_behind_a_change_of_layout_are_those_of_staying(
 ) -> None:
     def config_of(layout: Layout, source: Layout) -> RunConfig:
         config = layout.config()
+        config.model.num_layers = 4  # one model in all layouts, as deep as two interleaved stages need
         config.checkpoint.directory = str(tmp_path / str(source))
         return config
 
