@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import sys
 import tempfile
@@ -23,6 +24,7 @@ import torch
 from bench_step import Trainer, one_document, run_config
 from torch import Tensor
 
+from megatron_aha.checkpoint.atomic import sync
 from megatron_aha.config.run import RunConfig
 from megatron_aha.entry import run_alone_without_launcher, run_and_exit
 from megatron_aha.parallel.layout import single_process
@@ -75,7 +77,6 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, float]:
         configs = [run_config(options, True) for _ in range(2)]
         for config, name in zip(configs, ("atonce", "beside"), strict=True):
             config.checkpoint.directory, config.checkpoint.asynchronous = str(folder / name), name == "beside"
-            config.checkpoint.keep_last = 1
         trainer = Trainer(configs[0])
         batch = one_document(configs[0])
         trainer.step(batch)  # memory, threads
@@ -84,13 +85,17 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, float]:
         times: list[dict[str, float]] = []
         for _ in range(options.saves + 1):
             plain = seconds_of(lambda: torch.save(tensors, folder / "plain.pt"))
+            on_disk = plain + seconds_of(lambda: sync(folder / "plain.pt"))
             (folder / "plain.pt").unlink()
-            row = {"torch_save": plain, "save": seconds_of(atonce.save), "held_up": seconds_of(beside.save)}
+            row = {"torch_save": plain, "torch_save_on_disk": on_disk, "save": seconds_of(atonce.save)}
+            row["held_up"] = seconds_of(beside.save)
             for _ in range(options.steps):
                 trainer.step(batch)
                 row["held_up"] += seconds_of(beside.saver.poll)
             row["waited"] = seconds_of(beside.saver.wait)
             times.append(row)
+            for config in configs:
+                shutil.rmtree(str(config.checkpoint.directory))
     # the first save takes the memory that later ones use again
     medians = {name: statistics.median(row[name] for row in times[1:]) for name in times[0]}
     return medians | {"bytes": float(sum(tensor.nbytes for tensor in tensors.values()))}
@@ -114,6 +119,7 @@ def main(argv: Sequence[str]) -> None:
         found = measure(options, Path(folder))
     print(f"{found['bytes'] / 1e9:.2f} GB, {torch.get_num_threads()} threads, seconds:")
     print(f"  torch.save, not waiting for the disk  {found['torch_save']:.2f}")
+    print(f"  torch.save, on the disk               {found['torch_save_on_disk']:.2f}")
     print(f"  a checkpoint at once                  {found['save']:.2f}")
     print(f"  holding up the loop, asynchronously   {found['held_up']:.2f}")
     print(f"  still to wait after {options.steps} steps            {found['waited']:.2f}")
