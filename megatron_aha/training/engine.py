@@ -132,8 +132,9 @@ class TrainingEngine:
         lm_loss, scale = self._mean_loss(loss_sum, tokens), self.loss_scale.value
         norm, fault = self._update(lm_loss)
         router = self._router_statistics()
+        overflowed = fault is None and self.loss_scale.overflowed
         return StepResult(
-            lm_loss, tokens, router, norm, rates, fault, scale, fault is None and self.loss_scale.overflowed
+            lm_loss, tokens, router, norm, rates, fault=fault, loss_scale=scale, overflowed=overflowed
         )
 
     def _update(self, lm_loss: float) -> tuple[float, str | None]:
