@@ -7,7 +7,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -59,6 +59,13 @@ def remove_rests(directory: Path) -> None:
     """Removes what kills have left of discarded folders."""
     for rest in directory.glob(f"{_DISCARDED}*"):
         shutil.rmtree(rest, ignore_errors=True)
+
+
+def keep_only(folder: Path, names: Collection[str]) -> None:
+    """Removes everything in a folder but what has one of these names."""
+    for path in folder.iterdir():
+        if path.name not in names:
+            shutil.rmtree(path) if path.is_dir() else os.remove(path)
 
 
 def _discarded(folder: Path) -> Path:

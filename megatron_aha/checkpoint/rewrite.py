@@ -11,7 +11,7 @@ import torch
 
 from megatron_aha.checkpoint.index import OPTIMIZER_PREFIX, FileRecord, Slice
 from megatron_aha.checkpoint.reader import CheckpointReader
-from megatron_aha.checkpoint.tensor_file import Deferred, outline_of
+from megatron_aha.checkpoint.tensor_file import Deferred, in_files, outline_of
 from megatron_aha.checkpoint.writer import CheckpointWriter
 from megatron_aha.errors import UserError
 
@@ -57,27 +57,16 @@ def _write(
     if Path(target).resolve() in (reader.folder.resolve(), reader.folder.resolve().parent):
         raise UserError(f"{target} is the checkpoint that is read; name another folder to write to")
     records: list[FileRecord] = []
+    named = (
+        (name, block)
+        for name, source in sources.items()
+        for block in _blocks(reader, source, dtype, file_bytes)
+    )
+    files = in_files(named, lambda item: outline_of(item[1].tensor).nbytes, file_bytes)
     with CheckpointWriter(target, reader.step, reader.model, reader.aha) as writer:
-        for number, tensors in enumerate(_files(reader, sources, dtype, file_bytes)):
-            records.append(writer.write_file(f"part-{number:05d}.safetensors", tensors))
+        for number, blocks in enumerate(files):
+            records.append(writer.write_file(f"part-{number:05d}.safetensors", dict(blocks)))
         return writer.finish(records, reader.state if training else None, reader.source_dir)
-
-
-def _files(
-    reader: CheckpointReader, sources: dict[str, str], dtype: torch.dtype | None, file_bytes: int
-) -> Iterator[dict[str, Slice]]:
-    pending: dict[str, Slice] = {}
-    size = 0
-    for name, source in sources.items():
-        for block in _blocks(reader, source, dtype, file_bytes):
-            block_bytes = outline_of(block.tensor).nbytes
-            if size and size + block_bytes > file_bytes:
-                yield pending
-                pending, size = {}, 0
-            pending[name] = block
-            size += block_bytes
-    if pending:
-        yield pending
 
 
 def _blocks(

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ TYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+Item = TypeVar("Item")
 _CHUNK = 2**23  # bytes that are written and passed on at a time
 
 
@@ -104,20 +105,19 @@ def write_tensors(
             sync()
 
 
-def in_shards(
-    named: Iterable[tuple[str, Deferred]], shard_bytes: int
-) -> Iterator[dict[str, Tensor | Deferred]]:
-    """Yields the tensors file by file, in their order; a file is larger than ``shard_bytes`` only if one tensor is."""
-    shard: dict[str, Tensor | Deferred] = {}
+def in_files(items: Iterable[Item], bytes_of: Callable[[Item], int], file_bytes: int) -> Iterator[list[Item]]:
+    """Yields items file by file, in their order; a file is larger than ``file_bytes`` only if one item is."""
+    pending: list[Item] = []
     size = 0
-    for name, tensor in named:
-        if size and size + tensor.outline.nbytes > shard_bytes:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = tensor
-        size += tensor.outline.nbytes
-    if shard:
-        yield shard
+    for item in items:
+        item_bytes = bytes_of(item)
+        if size and size + item_bytes > file_bytes:
+            yield pending
+            pending, size = [], 0
+        pending.append(item)
+        size += item_bytes
+    if pending:
+        yield pending
 
 
 def _header(outlines: Mapping[str, Tensor]) -> bytes:

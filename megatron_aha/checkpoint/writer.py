@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 
 from megatron_aha.checkpoint.atomic import (
     disk_errors,
+    keep_only,
     remove_rests,
     replace_folder,
     sha256,
@@ -183,9 +183,7 @@ class CheckpointWriter:
         for path in self.directory.glob(".tmp-step_*"):
             if path != self.temporary:
                 shutil.rmtree(path, ignore_errors=True)
-        for path in self.temporary.iterdir():
-            if path.name not in files:
-                shutil.rmtree(path) if path.is_dir() else os.remove(path)
+        keep_only(self.temporary, files)
 
 
 def _keyed(

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from dataclasses import dataclass
-from multiprocessing import parent_process
-from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_aha.data.sources import Chunk, RawRecord
 from megatron_aha.errors import nearest
+from megatron_aha.worker import end_with_parent
 
 if TYPE_CHECKING:
     from megatron_aha.hf.tokenizer import TextTokenizer
@@ -125,15 +123,7 @@ def start_worker(encoder: Encoder) -> None:
     global _encoder
     _encoder = encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    parent = parent_process()
-    if parent is not None:
-        threading.Thread(target=_exit_after, args=(parent,), daemon=True).start()
-
-
-def _exit_after(parent: BaseProcess) -> None:
-    """Ends this process when its parent is gone: a parent that was killed cannot stop its workers."""
-    parent.join()
-    os._exit(1)
+    end_with_parent()
 
 
 def encode_in_worker(chunk: Chunk) -> EncodedChunk:

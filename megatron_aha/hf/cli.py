@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
+from megatron_aha.errors import UserError
 from megatron_aha.hf.dtypes import DTYPES, parse_dtype
 
 
@@ -18,11 +19,21 @@ def convert_from_hf(argv: Sequence[str]) -> None:
         "--source", required=True, metavar="PATH", help="Hugging Face folder, or a .gguf file"
     )
     parser.add_argument("--output", required=True, metavar="FOLDER", help="checkpoint folder to write")
+    _add_shard_size(parser, "2**30 bytes")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="say what would be written and needed, and write nothing"
+    )
     options = parser.parse_args(argv)
     dtype = parse_dtype(options.dtype)
-    from megatron_aha.hf.importer import import_checkpoint
+    _check(options)
+    from megatron_aha.hf.importer import SHARD_BYTES, describe_import, import_checkpoint
 
-    import_checkpoint(options.source, options.output, dtype=dtype, check=not options.skip_logits_check)
+    size = SHARD_BYTES if options.max_shard_gb is None else int(options.max_shard_gb * 10**9)
+    shared = {"dtype": dtype, "shard_bytes": size, "workers": options.workers}
+    if options.dry_run:
+        describe_import(options.source, options.output, **shared)
+    else:
+        import_checkpoint(options.source, options.output, check=not options.skip_logits_check, **shared)
 
 
 def convert_to_hf(argv: Sequence[str]) -> None:
@@ -32,9 +43,7 @@ def convert_to_hf(argv: Sequence[str]) -> None:
         "--checkpoint", required=True, metavar="FOLDER", help="run folder (its latest step), or a step folder"
     )
     parser.add_argument("--output", required=True, metavar="FOLDER", help="Hugging Face folder to write")
-    parser.add_argument(
-        "--max-shard-gb", type=float, default=5.0, metavar="GB", help="largest safetensors file (default 5)"
-    )
+    _add_shard_size(parser, "5")
     parser.add_argument(
         "--format",
         choices=("aha", "faolmo"),
@@ -48,15 +57,15 @@ def convert_to_hf(argv: Sequence[str]) -> None:
     )
     options = parser.parse_args(argv)
     dtype = parse_dtype(options.dtype)
-    if options.max_shard_gb <= 0:
-        parser.error(f"--max-shard-gb {options.max_shard_gb} must be above 0")
-    from megatron_aha.hf.exporter import export_checkpoint
+    _check(options)
+    from megatron_aha.hf.exporter import SHARD_BYTES, export_checkpoint
 
     export_checkpoint(
         options.checkpoint,
         options.output,
         dtype=dtype,
-        shard_bytes=int(options.max_shard_gb * 10**9),
+        shard_bytes=SHARD_BYTES if options.max_shard_gb is None else int(options.max_shard_gb * 10**9),
+        workers=options.workers,
         check=not options.skip_logits_check,
         authors_format=options.format == "faolmo",
         base_model=options.base_model,
@@ -82,4 +91,27 @@ def _parser(name: str, description: str | None) -> argparse.ArgumentParser:
         action="store_true",
         help="do not compare the two models' logits at the end (a model too large to compute here)",
     )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes that convert, each a file at a time, with one weight in memory (default 1)",
+    )
     return parser
+
+
+def _add_shard_size(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument(
+        "--max-shard-gb",
+        type=float,
+        metavar="GB",
+        help=f"largest safetensors file, unless one weight is larger (default {default})",
+    )
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.workers < 1:
+        raise UserError(f"--workers {options.workers} must be at least 1")
+    if options.max_shard_gb is not None and options.max_shard_gb <= 0:
+        raise UserError(f"--max-shard-gb {options.max_shard_gb} must be above 0")

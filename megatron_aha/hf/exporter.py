@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from tqdm import tqdm
 
-from megatron_aha.checkpoint.atomic import disk_errors, replace_folder
+from megatron_aha.checkpoint.atomic import disk_errors, keep_only, replace_folder
+from megatron_aha.checkpoint.file_pool import write_files
 from megatron_aha.checkpoint.format import CheckpointReader
 from megatron_aha.checkpoint.index import dtype_name
-from megatron_aha.checkpoint.tensor_file import Deferred
+from megatron_aha.checkpoint.journal import Journal
 from megatron_aha.errors import UserError
 from megatron_aha.hf.card import write_card
 from megatron_aha.hf.code import write_code
 from megatron_aha.hf.configuration import write_config
-from megatron_aha.hf.faolmo import FaolmoSource, check_faolmo, faolmo_config, fused
+from megatron_aha.hf.export_work import ExportWork
+from megatron_aha.hf.faolmo import FaolmoSource, check_faolmo, faolmo_config
 from megatron_aha.hf.mapping import Weight, weights
-from megatron_aha.hf.shards import write_shards
-from megatron_aha.hf.source import CONFIG_FILE, GENERATION_FILE, read_json
+from megatron_aha.hf.source import CONFIG_FILE, GENERATION_FILE, WEIGHTS_INDEX, read_json
+
+if TYPE_CHECKING:
+    from megatron_aha.hf.check import Outcome
 
 SHARD_BYTES = 5 * 10**9
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -36,6 +37,7 @@ def export_checkpoint(
     *,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
+    workers: int = 1,
     check: bool = True,
     authors_format: bool = False,
     base_model: str | None = None,
@@ -43,11 +45,14 @@ def export_checkpoint(
 ) -> Path:
     """Writes a Hugging Face folder from a checkpoint, and compares the logits in a fresh process.
 
+    Stopped at any moment and called again with the same arguments, it goes on where it stopped.
+
     Args:
         checkpoint: run folder or step folder.
         output: folder to write; it must be absent, empty, or an earlier export.
         dtype: of the written weights; None keeps each as it is.
         shard_bytes: largest size of a safetensors file.
+        workers: processes that write, each a file at a time.
         check: compare the logits of both models before the folder gets its name.
         authors_format: write the format of the AHA authors' release (``megatron_aha.hf.faolmo``), which needs their
             modelling code.
@@ -59,7 +64,7 @@ def export_checkpoint(
 
     Raises:
         UserError: the checkpoint is incomplete, the output is in use, the format cannot hold the model, or the
-            logits differ (nothing is left then).
+            logits differ (nothing is left then), or a file cannot be written (the finished ones are kept).
     """
     output = Path(output)
     reader = CheckpointReader(checkpoint)
@@ -72,36 +77,46 @@ def export_checkpoint(
     say(f"exporting {reader.folder}: {reader.model.num_layers} layers, {kind}")
     final = output.resolve()
     temporary = final.with_name(f".tmp-{final.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
+    work = ExportWork(reader, plan, temporary, dtype, shard_bytes, authors_format)
+    journal = Journal(final.with_name(f".export-{final.name}"), temporary)
+    with journal.opened(work.made_from(), say):
         with disk_errors(temporary):
-            temporary.mkdir(parents=True)
+            keep_only(temporary, work.names)
             _write_companions(reader, temporary, dtype, authors_format)
-        with tqdm(total=len(plan), desc="export", unit="weight", leave=False, disable=None) as progress:
-            named = _deferred(reader, plan, dtype, progress)
-            write_shards(temporary, fused(named) if authors_format else named, shard_bytes)
+        write_files(work, journal, workers=workers, label="export", say=say)
+        if len(work.names) > 1:
+            with disk_errors(temporary):
+                _write_json(temporary / WEIGHTS_INDEX, work.index())
         usage = None
         if check:
-            # Megatron-core takes seconds to import: what is wrong with a checkpoint is told before
-            from megatron_aha.parallel.platform import prepare_platform
-
-            prepare_platform()
-            from megatron_aha.hf.check import check_export, check_import
-
-            if authors_format:
-                # their modelling code is not ours to run: compared with our own reading of the folder
-                outcome = check_import(reader, FaolmoSource(temporary), dtype)
-            else:
-                outcome = check_export(reader, temporary, dtype)
+            try:
+                outcome = _compare(reader, temporary, dtype, authors_format)
+            except UserError:
+                journal.remove()
+                raise
             usage = outcome.usage
             say(f"logits: {outcome}")
         with disk_errors(temporary):
             write_card(temporary, reader, base_model, usage)
-        replace_folder(temporary, final)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            replace_folder(temporary, final)
+        journal.remove()
     say(f"wrote {output}")
     return output
+
+
+def _compare(
+    reader: CheckpointReader, folder: Path, dtype: torch.dtype | None, authors_format: bool
+) -> Outcome:
+    # Megatron-core takes seconds to import: what is wrong with a checkpoint is told before
+    from megatron_aha.parallel.platform import prepare_platform
+
+    prepare_platform()
+    from megatron_aha.hf.check import check_export, check_import
+
+    if authors_format:
+        # their modelling code is not ours to run: compared with our own reading of the folder
+        return check_import(reader, FaolmoSource(folder), dtype)
+    return check_export(reader, folder, dtype)
 
 
 def _check_output(output: Path) -> None:
@@ -120,29 +135,6 @@ def _check_plan(reader: CheckpointReader, plan: list[Weight]) -> None:
         raise UserError(
             f"checkpoint {reader.folder} holds '{min(available - wanted)}', which its model does not have"
         )
-
-
-def _deferred(
-    reader: CheckpointReader, plan: list[Weight], dtype: torch.dtype | None, progress: Any
-) -> Iterator[tuple[str, Deferred]]:
-    """Yields their names and weights, which are read, and shown in ``progress``, when they are written."""
-    last: tuple[str, list[Tensor]] = ("", [])
-
-    def read(weight: Weight, number: int) -> Tensor:
-        nonlocal last
-        if last[0] != weight.ours:  # parts of one weight are written one after another
-            last = ("", [])
-            whole = reader.read(weight.ours, dtype=dtype)
-            last = (weight.ours, weight.rule.split(whole, reader.model))
-            progress.update()
-        return last[1][number]
-
-    for weight in plan:
-        stored = dtype or reader.dtype(weight.ours)
-        whole = torch.empty(reader.shape(weight.ours), dtype=stored, device="meta")
-        outlines = weight.rule.split(whole, reader.model)
-        for number, (name, outline) in enumerate(zip(weight.theirs, outlines, strict=True)):
-            yield name, Deferred(outline, partial(read, weight, number))
 
 
 def _write_companions(

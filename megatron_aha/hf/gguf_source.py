@@ -95,6 +95,9 @@ class GGUFSource:
     def read(self, name: str) -> Tensor:
         return self._weights[name]
 
+    def files(self) -> Sequence[Path]:
+        return [self.file]
+
     def carry(self, folder: Path) -> None:
         from transformers import AutoTokenizer
 

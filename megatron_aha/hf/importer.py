@@ -5,24 +5,26 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from tqdm import tqdm
 
-from megatron_aha.checkpoint.format import CheckpointReader, CheckpointWriter, FileRecord, complete_steps
-from megatron_aha.checkpoint.tensor_file import Deferred, in_shards
+from megatron_aha.checkpoint.file_pool import write_files
+from megatron_aha.checkpoint.format import CheckpointReader, CheckpointWriter, complete_steps
+from megatron_aha.checkpoint.journal import Journal
 from megatron_aha.config.aha import AHAConfig
 from megatron_aha.config.model import ModelConfig
 from megatron_aha.errors import UserError, nearest
 from megatron_aha.hf.card import write_origin
+from megatron_aha.hf.import_work import ImportWork
 from megatron_aha.hf.mapping import Weight, shape_of, weights
 from megatron_aha.hf.source import Source, open_source
 
 # About the size of a file.
 SHARD_BYTES = 2**30
+
+# Beside the checkpoint's temporary folder: what is in it.
+NOTES = ".import"
 
 # Tables that old versions of transformers stored beside the weights, and that are computed anew.
 _IGNORED = (".rotary_emb.inv_freq", ".attention.bias", ".masked_bias")
@@ -34,16 +36,20 @@ def import_checkpoint(
     *,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
+    workers: int = 1,
     check: bool = True,
     say: Callable[[str], None] = print,
 ) -> Path:
     """Writes step 0 of a run folder from a Hugging Face folder or a GGUF file, and compares the logits.
+
+    Stopped at any moment and called again with the same arguments, it goes on where it stopped.
 
     Args:
         source: folder with config.json and safetensors, or a ``.gguf`` file.
         output: run folder; a step 0 in it is replaced, any other step refused.
         dtype: of the written weights; None keeps each as it is.
         shard_bytes: size at which the next file is begun.
+        workers: processes that convert, each a file at a time.
         check: compare the logits of both models afterwards.
         say: told what is done and found.
 
@@ -52,25 +58,19 @@ def import_checkpoint(
 
     Raises:
         UserError: the source is not supported or incomplete, or the logits differ (the output is then
-            removed).
+            removed), or a file cannot be written (the finished ones are kept).
     """
     output = Path(output)
-    if output.is_dir() and any(complete_steps(output)):
-        raise UserError(
-            f"--output {output} is the folder of a training run; choose another for the imported model"
-        )
-    opened = open_source(source)
-    model, aha = opened.model, opened.aha
-    plan = list(weights(model, aha))
-    _check_plan(opened, plan, model, aha)
-    routers = "" if aha is None else f", with routers (window {aha.window})"
-    say(f"importing {source}: {model.num_layers} layers, hidden {model.hidden_size}{routers}")
-    with CheckpointWriter(output, 0, model, aha) as writer, tempfile.TemporaryDirectory() as carried:
-        records = _write(opened, plan, model, writer, dtype, shard_bytes)
+    opened, work, writer = _prepare(source, output, dtype, shard_bytes, workers)
+    say(_described(source, opened))
+    journal = Journal(output / NOTES, writer.temporary)
+    with journal.opened(work.made_from(), say), tempfile.TemporaryDirectory() as carried:
+        records = write_files(work, journal, workers=workers, label="import", say=say)
         opened.carry(Path(carried))
         write_origin(Path(carried), Path(source), opened)
         folder = writer.finish(records, source_dir=carried)
-    _warn_about_vocabulary(folder, model, say)
+        journal.remove()
+    _warn_about_vocabulary(folder, opened.model, say)
     if check:
         # Megatron-core takes seconds to import: what is wrong with a source is told before
         from megatron_aha.parallel.platform import prepare_platform
@@ -86,6 +86,60 @@ def import_checkpoint(
             raise UserError(f"{error}; {folder} was removed") from error
     say(f"wrote {folder}")
     return folder
+
+
+def describe_import(
+    source: str | Path,
+    output: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    workers: int = 1,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Says what ``import_checkpoint`` would write and need, of the source's headers alone. Arguments as there."""
+    output = Path(output)
+    opened, work, writer = _prepare(source, output, dtype, shard_bytes, workers)
+    say(_described(source, opened))
+    total, at_once = sum(work.sizes), min(workers, len(work.names))
+    say(
+        f"would write {len(work.names)} files, {total / 1e9:.2f} GB of weights ({work.parameters} parameters), "
+        f"the largest {max(work.sizes) / 1e9:.2f} GB, to {writer.final}"
+    )
+    peak = work.peak_bytes() / 1e9
+    say(f"weights in memory at once: at most {peak:.2f} GB in each of {at_once} processes")
+    say(
+        f"the comparison of logits at the end holds both models in fp32, {8 * work.parameters / 1e9:.2f} GB; "
+        "--skip-logits-check leaves it out"
+    )
+    folder = next(parent for parent in [output, *output.resolve().parents] if parent.exists())
+    free = shutil.disk_usage(folder).free
+    lacking = f", {(total - free) / 1e9:.2f} GB too little" if free < total else ""
+    say(f"free on the disk of --output: {free / 1e9:.2f} GB{lacking}")
+
+
+def _prepare(
+    source: str | Path, output: Path, dtype: torch.dtype | None, shard_bytes: int, workers: int
+) -> tuple[Source, ImportWork, CheckpointWriter]:
+    """Opens and checks the source and the output, of which nothing is written yet."""
+    if output.is_dir() and any(complete_steps(output)):
+        raise UserError(
+            f"--output {output} is the folder of a training run; choose another for the imported model"
+        )
+    if workers > 1 and Path(source).is_file():
+        raise UserError(
+            f"--workers {workers}: one process reads a .gguf file as a whole; leave --workers out"
+        )
+    opened = open_source(source)
+    plan = list(weights(opened.model, opened.aha))
+    _check_plan(opened, plan, opened.model, opened.aha)
+    writer = CheckpointWriter(output, 0, opened.model, opened.aha)
+    return opened, ImportWork(opened, plan, writer, dtype, shard_bytes), writer
+
+
+def _described(source: str | Path, opened: Source) -> str:
+    routers = "" if opened.aha is None else f", with routers (window {opened.aha.window})"
+    return f"importing {source}: {opened.model.num_layers} layers, hidden {opened.model.hidden_size}{routers}"
 
 
 def _check_plan(source: Source, plan: list[Weight], model: ModelConfig, aha: AHAConfig | None) -> None:
@@ -118,35 +172,6 @@ def _check_plan(source: Source, plan: list[Weight], model: ModelConfig, aha: AHA
                 raise UserError(
                     f"the source's '{name}' has shape {list(found)}, its configuration says {list(shape)}"
                 )
-
-
-def _write(
-    source: Source,
-    plan: list[Weight],
-    model: ModelConfig,
-    writer: CheckpointWriter,
-    dtype: torch.dtype | None,
-    shard_bytes: int,
-) -> list[FileRecord]:
-    """Reads, converts and writes all weights, one at a time."""
-    records: list[FileRecord] = []
-    with tqdm(total=len(plan), desc="import", unit="weight", leave=False, disable=None) as progress:
-
-        def converted(weight: Weight, part: Callable[[str], Tensor]) -> Tensor:
-            whole = weight.rule.merge([part(name) for name in weight.theirs], model)
-            return whole.to(dtype or whole.dtype)
-
-        def read(weight: Weight) -> Tensor:
-            progress.update()
-            return converted(weight, source.read)
-
-        named = (
-            (weight.ours, Deferred(converted(weight, source.outline), partial(read, weight)))
-            for weight in plan
-        )
-        for tensors in in_shards(named, shard_bytes):
-            records.append(writer.write_file(f"weights_{len(records):05d}.safetensors", tensors))
-    return records
 
 
 def _warn_about_vocabulary(folder: Path, model: ModelConfig, say: Callable[[str], None]) -> None:

@@ -63,6 +63,9 @@ class Source(Protocol):
     def read(self, name: str) -> Tensor:
         """Returns one weight as it is stored."""
 
+    def files(self) -> Sequence[Path]:
+        """Returns all files on which the weights depend, beside the configuration."""
+
     def carry(self, folder: Path) -> None:
         """Writes tokenizer, chat template, generation config and config into an empty folder."""
 
@@ -129,6 +132,11 @@ class FolderSource:
     def _open(self, name: str) -> Any:
         """Opens a weight's file for one read: what was read of an open file counts as this process's memory."""
         return open_shard(self.folder / self._files[name])
+
+    def files(self) -> Sequence[Path]:
+        stored = [self.folder / file for file in sorted(set(self._files.values()))]
+        index = self.folder / WEIGHTS_INDEX
+        return [index, *stored] if index.exists() else stored
 
     def carry(self, folder: Path) -> None:
         for pattern in CARRIED_FILES:

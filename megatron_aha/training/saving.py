@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_aha.checkpoint.index import OPTIMIZER_PREFIX, RNG_PREFIX, FileRecord, Slice
 from megatron_aha.checkpoint.reader import keep_newest
 from megatron_aha.checkpoint.sharding import LocalParameter, local_parameters
+from megatron_aha.checkpoint.tensor_file import in_files, outline_of
 from megatron_aha.checkpoint.writer import CheckpointWriter
 from megatron_aha.config.run import RunConfig
 from megatron_aha.errors import UserError
@@ -202,7 +203,13 @@ def _write(writer: CheckpointWriter, files: Iterator[Tensors] | list[Tensors]) -
 
 
 def _files(engine: TrainingEngine, copies: dict[str, Tensor] | None) -> Iterator[Tensors]:
-    """Yields what this rank writes, file by file; all ranks of a data-parallel group must exhaust it together.
+    """Yields what this rank writes, file by file; all ranks of a data-parallel group must exhaust it together."""
+    for parts in in_files(_tensors(engine, copies), _bytes_of, FILE_BYTES):
+        yield {name: blocks for part in parts for name, blocks in part.items()}
+
+
+def _tensors(engine: TrainingEngine, copies: dict[str, Tensor] | None) -> Iterator[Tensors]:
+    """Yields the random states, and then what this rank writes of each parameter.
 
     Args:
         engine: what is saved.
@@ -211,28 +218,29 @@ def _files(engine: TrainingEngine, copies: dict[str, Tensor] | None) -> Iterator
     dp_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     dp_size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    pending: Tensors = {
+    yield {
         f"{RNG_PREFIX}{torch.distributed.get_rank():05d}.{name}": state
         for name, state in random_states().items()
     }
-    size = 0
     for index, local in enumerate(local_parameters(engine.model)):
         # Reading is a collective under ZeRO, so every rank reads even what another one writes.
         values = _values(engine.optimizer_state, local)
         if not local.owned or index % dp_size != dp_rank or (local.replicated and tp_rank > 0):
             continue
+        parts: Tensors = {}
         for name, value in values.items():
             # What ZeRO has gathered does not stay on the GPU until the file is full.
             value = value.cpu() if copies is None else _copied(value, name, copies)
-            pending[name] = [
+            parts[name] = [
                 Slice(value[block.local], global_shape=local.shape, start=block.start)
                 for block in local.blocks
             ]
-            size += value.nbytes
-        if size >= FILE_BYTES:
-            yield pending
-            pending, size = {}, 0
-    yield pending
+        yield parts
+
+
+def _bytes_of(tensors: Tensors) -> int:
+    blocks = (block for item in tensors.values() for block in (item if isinstance(item, list) else [item]))
+    return sum(outline_of(block.tensor if isinstance(block, Slice) else block).nbytes for block in blocks)
 
 
 def _copied(value: Tensor, name: str, copies: dict[str, Tensor]) -> Tensor:

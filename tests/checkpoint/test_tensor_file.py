@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_aha.checkpoint.tensor_file import TYPE_NAMES, Deferred, in_shards, write_tensors
+from megatron_aha.checkpoint.tensor_file import TYPE_NAMES, Deferred, in_files, write_tensors
 
 
 def value_of(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -73,11 +73,7 @@ def test_a_type_that_the_format_does_not_have_is_refused(tmp_path: Path) -> None
         write_tensors(tmp_path / "file", {"weight": torch.zeros(2, dtype=torch.complex64)})
 
 
-def test_shards_hold_no_more_than_their_size_unless_one_tensor_does() -> None:
-    sizes = [2, 3, 9, 1, 4, 1]
-    named = [
-        (str(n), Deferred(torch.empty(size, device="meta"), partial(torch.zeros, size)))
-        for n, size in enumerate(sizes)
-    ]
-    assert [list(shard) for shard in in_shards(named, 20)] == [["0", "1"], ["2"], ["3", "4"], ["5"]]
-    assert list(in_shards([], 20)) == []
+def test_files_hold_no_more_than_their_size_unless_one_item_does() -> None:
+    sizes = {"a": 8, "b": 12, "c": 36, "d": 4, "e": 16, "f": 4}
+    assert list(in_files(sizes, sizes.__getitem__, 20)) == [["a", "b"], ["c"], ["d", "e"], ["f"]]
+    assert list(in_files([], len, 20)) == []
