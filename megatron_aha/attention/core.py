@@ -133,7 +133,7 @@ class AHACoreAttention(nn.Module):
             softmax_scale=self.softmax_scale,
             num_sink_tokens=self.aha.num_sink_tokens,
             router_grad=self.aha.router_grad,
-            router_seed=batch.router_seed,
+            router_seed=batch.router_seed[piece.rows],
             layer=self.layer_number,
             head_offset=query.size(1) * parallel_state.get_tensor_model_parallel_rank(),
             backend=self.aha.backend,

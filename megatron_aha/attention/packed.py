@@ -27,7 +27,8 @@ class PackedBatch(PackedSeqParams):
         share: this rank's part of the row under context parallelism; every ``[tokens]`` here counts its own tokens.
         loss_mask: 1 for tokens that carry loss, fp32 ``[tokens]``.
         router_loss_weight: derivative of the scaled training loss by one token-head's ``p``.
-        router_seed: of the sampled router gradient; differs between micro-batches.
+        router_seed: of the sampled router gradient, int64 ``[tokens]``: what the draws of a document's tokens depend
+            on beside layer, head and position in the document, so that no two documents of a run share draws.
         tracker: sums of ``p`` and of routes for reporting, or None.
         decided_routes: routes by layer number, kept between a recomputed layer's two passes so that a route is
             decided once; bool ``[tokens, local routers]``.
@@ -39,7 +40,7 @@ class PackedBatch(PackedSeqParams):
     share: ContextShare | None = None
     loss_mask: Tensor = field(default_factory=lambda: torch.empty(0))
     router_loss_weight: float = 0.0
-    router_seed: int = 0
+    router_seed: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     tracker: UsageTracker | None = None
     decided_routes: dict[int, Tensor] = field(default_factory=dict)
 
@@ -64,7 +65,7 @@ def pack(
         device: where the layers run.
         share: this rank's part of the row under context parallelism.
         router_loss_weight: see ``PackedBatch``.
-        router_seed: see ``PackedBatch``.
+        router_seed: of the row's first token; those after it count on from there.
         tracker: where usage is summed up.
     """
     lengths = cu_seqlens.diff()
@@ -77,8 +78,8 @@ def pack(
     # Megatron-core builds and caches a rotary table per length: powers of two keep them few.
     table_length = 1 << int(position_ids.max()).bit_length()
     if share is not None:
-        position_ids, document_position, loss_mask = map(
-            share.take, (position_ids, document_position, loss_mask)
+        position_ids, document_position, document_start, loss_mask = map(
+            share.take, (position_ids, document_position, document_start, loss_mask)
         )
     return PackedBatch(
         qkv_format="thd",
@@ -92,6 +93,6 @@ def pack(
         share=share,
         loss_mask=loss_mask.to(device),
         router_loss_weight=router_loss_weight,
-        router_seed=router_seed,
+        router_seed=router_seed + document_start.to(device=device, dtype=torch.int64),
         tracker=tracker,
     )

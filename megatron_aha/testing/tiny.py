@@ -49,7 +49,7 @@ def tiny_micro_batches(
 ) -> list[MicroBatch]:
     """Returns one rank's micro-batches of a step: random tokens, two documents a sequence, uneven loss masks.
 
-    The samples of a step depend on the step alone; layouts only cut them differently.
+    The samples of a step depend on the step alone; layouts only cut them differently, as ``BatchSource`` does.
 
     Args:
         config: vocabulary and batch sizes.
@@ -67,8 +67,7 @@ def tiny_micro_batches(
     if masked:
         for sample in range(samples):
             loss_mask[sample, : 3 * sample] = 0
-    per_rank = samples // dp_size
-    mine = range(dp_rank * per_rank, (dp_rank + 1) * per_rank, size)
+    mine = range(dp_rank * size, samples, dp_size * size)
     batches = []
     for first in mine:
         chosen = slice(first, first + size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,11 +41,23 @@ class TinyRun:
 def start_tiny(config: RunConfig) -> TrainingEngine:
     """Returns an engine with freshly drawn weights; torch.distributed must be initialised."""
     init_distributed()
+    _forget_closed_models()
     gc.collect()  # an earlier engine holds its process groups, and these their threads
     build_groups(config.parallel, config.training.seed)
     model = build_stage(config.model, config.aha, config.parallel, config.training)
     initialise_weights(model, config.training.seed)
     return TrainingEngine(model, config)
+
+
+def _forget_closed_models() -> None:
+    """Empties what DeepSpeed's ZeRO 3 leaves behind; it would hold every earlier model and process group for good."""
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    FWD_MODULE_STACK.clear()
+    # A cached method, inside another decorator: its object and a module are part of each key.
+    method = vars(PartitionedParameterCoordinator)["_PartitionedParameterCoordinator__params_to_release"]
+    inspect.getclosurevars(method).nonlocals["func"].cache_clear()
 
 
 def train_tiny(

@@ -171,11 +171,15 @@ class TrainingEngine:
         return StepResult(self._mean_loss(loss_sum, tokens), tokens, self._router_statistics(), 0.0, {})
 
     def _router_seed(self, step: int, index: int) -> int:
-        """Returns a seed of its own for each micro-batch of each data-parallel rank and step."""
-        per_step = self.config.training.global_batch_size
-        first = parallel_state.get_data_parallel_rank() * (per_step // self.data_parallel_size)
-        sample = step * per_step + first + index * self.config.training.micro_batch_size
-        return self.config.training.seed * 2**32 + sample
+        """Returns the seed of a micro-batch's first token: its number among the tokens of the run.
+
+        It is the same however the batch is cut, since samples go to the ranks as ``BatchSource`` deals them out.
+        """
+        training = self.config.training
+        number = index * self.data_parallel_size + parallel_state.get_data_parallel_rank()
+        sample = step * training.global_batch_size + number * training.micro_batch_size
+        # 31 bits of the run's seed above 32 of the token's number: what a signed 64-bit number holds
+        return training.seed % 2**31 * 2**32 + sample * self.config.data.seq_length
 
     def _pack(self, micro_batch: MicroBatch, tokens: float, seed: int) -> PackedBatch:
         weight = 0.0

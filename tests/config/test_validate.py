@@ -83,7 +83,6 @@ SP = {TP: 2, "parallel.sequence_parallel": "true"}
             {**SP, CP: 2, "data.seq_length": 36, "parallel.tensor_model_parallel_size": 4},
             "is 36 tokens, which --parallel.tensor_model_parallel_size 4 times --parallel.context_parallel_size 2 does",
         ),
-        (2, {CP: 2, "aha.router_grad": "sampled:0.1"}, "would draw other tokens under"),
         (
             2,
             {PP: 2, "training.zero_stage": 2},

@@ -1,4 +1,6 @@
-"""Context parallelism beyond the table of layouts: two sequences a row, sinks, a dense model, evaluation, traffic."""
+"""Context parallelism beyond the table of layouts: two sequences a row, sinks, a dense model, sampled router gradients,
+evaluation, traffic.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,13 @@ from megatron_aha.testing.tiny import tiny_config, tiny_micro_batches
 from megatron_aha.testing.training import start_tiny, train_tiny
 
 
-def config_of(size: int, kind: str) -> RunConfig:
-    parallel = ParallelConfig(context_parallel_size=size)
+def config_of(size: int, kind: str, *, tp: int = 1) -> RunConfig:
+    parallel = ParallelConfig(context_parallel_size=size, tensor_model_parallel_size=tp)
     config = tiny_config(parallel, micro_batch_size=1 if kind == "four ranks" else 2)
     config.aha.num_sink_tokens = 2 if kind == "sinks" else 0
     config.aha.enabled = kind != "dense"
+    if kind == "sampled":
+        config.aha.router_grad = "sampled:0.3"
     return config
 
 
@@ -36,6 +40,27 @@ def test_a_step_equals_that_of_one_process(kind: str, ranks: int) -> None:
             assert mine.router is not None and mine.router.usage == theirs.router.usage
     error, name = largest_relative_error(actual.gradients, expected.gradients)
     assert error < 1e-5, name
+
+
+def second_step(configs: list[RunConfig]) -> list[dict[str, torch.Tensor]]:
+    """Returns the gradients of each run's second step."""
+    return [train_tiny(config, 2).gradients for config in configs]
+
+
+def test_sampled_router_gradients_draw_the_same_tokens_in_every_layout() -> None:
+    alone, one_by_one = config_of(1, "sampled"), config_of(1, "sampled")
+    one_by_one.training.micro_batch_size = 1
+    exact = config_of(1, "sinks")
+    exact.aha.num_sink_tokens = 0
+    expected, *others = run_distributed(second_step, 1, [alone, one_by_one, exact])[0]
+    layouts = {"one sample at a time": others[0]}
+    layouts["cp2"], layouts["dp2"] = run_distributed(second_step, 2, [config_of(2, "sampled"), alone])[0]
+    both = [config_of(2, "sampled", tp=2), config_of(2, "sampled")]
+    layouts["cp2-tp2"], layouts["cp2-dp2"] = run_distributed(second_step, 4, both)[0]
+    for layout, gradients in layouts.items():
+        error, name = largest_relative_error(gradients, expected)
+        assert error < 1e-5, (layout, name)
+    assert largest_relative_error(others[1], expected)[0] > 0.1  # not drawn at all
 
 
 def evaluated(config: RunConfig) -> tuple[float, float]:

@@ -91,11 +91,6 @@ def _context_problems(config: RunConfig) -> Iterator[str]:
             f"--data.seq_length {sequence} cannot be cut into the {2 * size} equal chunks that "
             f"--parallel.context_parallel_size {size} shares out; use {multiples(2 * size, sequence)}"
         )
-    if config.aha.enabled and config.aha.router_grad.startswith("sampled"):
-        yield (
-            f"--aha.router_grad {config.aha.router_grad} would draw other tokens under "
-            f"--parallel.context_parallel_size {size} than on one rank; use exact"
-        )
 
 
 def _pipeline_problems(config: RunConfig) -> Iterator[str]:
