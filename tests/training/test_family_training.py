@@ -25,6 +25,18 @@ MODELS = {
         windowed_layers=[0],
         rope_scaling=RopeScaling("yarn", 4.0, original_max_position_embeddings=16),
     ),
+    # One key/value head for all ranks, and what no other family has: norms about 1, scaled embeddings, two bases.
+    "gemma3_text": ModelConfig(
+        family="gemma3_text",
+        init_std=0.1,
+        num_query_groups=1,
+        static_window=5,
+        windowed_layers=[0],
+        rope_theta=1e6,
+        windowed_rope_theta=1e4,
+        rope_scaling=RopeScaling("linear", 8.0),
+        query_pre_attn_scalar=40,
+    ),
 }
 # Tensor-parallel size, sequence parallelism, pipeline stages, ZeRO stage; TP 4 holds copies of the two KV groups.
 LAYOUTS = [(4, True, 1, 0), (2, False, 2, 1), (2, True, 1, 3)]
