@@ -52,7 +52,9 @@ def config_of(name: str, tp: int = 1, sp: bool = False, pp: int = 1, zero: int =
 
 
 def train_all(configs: list[RunConfig]) -> list[TinyRun]:
-    return [train_tiny(config, 2) for config in configs]
+    # Adam's first update takes the sign of each gradient, also of those that rounding decides: behind norms that do
+    # not see the size of a weight the second step's gradients differ by 1e-5, its loss and norm much less.
+    return [train_tiny(config, 2, gradients_at=1) for config in configs]
 
 
 @pytest.mark.slow  # nine layouts of four ranks
