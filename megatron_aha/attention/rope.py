@@ -12,6 +12,12 @@ from megatron_aha.config.names import ROPE_SCALINGS
 from megatron_aha.errors import UserError, nearest
 
 
+def layer_theta(model: ModelConfig, layer: int) -> float:
+    """Returns the base of a layer (from 0); windowed layers may have one of their own."""
+    own = model.windowed_rope_theta
+    return model.rope_theta if own is None or model.window_of(layer) is None else own
+
+
 def layer_scaling(model: ModelConfig, layer: int) -> RopeScaling | None:
     """Returns the scaling of a layer (from 0); some families leave their windowed layers unscaled."""
     if model.window_of(layer) is not None and not model.traits.scales_windowed_layers:
@@ -19,18 +25,22 @@ def layer_scaling(model: ModelConfig, layer: int) -> RopeScaling | None:
     return model.rope_scaling
 
 
-def inverse_frequencies(model: ModelConfig, scaling: RopeScaling | None) -> Tensor:
+def inverse_frequencies(
+    model: ModelConfig, scaling: RopeScaling | None, theta: float | None = None
+) -> Tensor:
     """Returns the angle per position of each pair of dimensions, fp32 ``[head_dim / 2]`` (arXiv 2104.09864).
 
     Args:
-        model: base and width of a head.
+        model: width of a head, and the base.
         scaling: None for the plain frequencies.
+        theta: base; None takes the model's.
 
     Raises:
         UserError: when the scaling is unknown.
     """
     exponents = torch.arange(0, model.head_dim, 2, dtype=torch.float32) / model.head_dim
-    frequencies = 1.0 / (model.rope_theta**exponents)
+    theta = model.rope_theta if theta is None else theta
+    frequencies = 1.0 / (theta**exponents)
     # what dynamic scaling would change begins beyond the longest sequence that may be trained
     if scaling is None or scaling.kind == "dynamic":
         return frequencies
@@ -39,7 +49,7 @@ def inverse_frequencies(model: ModelConfig, scaling: RopeScaling | None) -> Tens
     if scaling.kind == "llama3":
         return _llama3(frequencies, scaling)
     if scaling.kind == "yarn":
-        return _yarn(frequencies, scaling, model)
+        return _yarn(frequencies, scaling, model.head_dim, theta)
     raise UserError(
         f"--model.rope_scaling.kind {scaling.kind} is not one of {', '.join(ROPE_SCALINGS)}"
         + nearest(scaling.kind, ROPE_SCALINGS)
@@ -69,15 +79,15 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     return (1 - ramp) * frequencies / scaling.factor + ramp * frequencies
 
 
-def _yarn(frequencies: Tensor, scaling: RopeScaling, model: ModelConfig) -> Tensor:
+def _yarn(frequencies: Tensor, scaling: RopeScaling, head_dim: int, theta: float) -> Tensor:
     """YaRN (arXiv 2309.00071): as llama3, but the ramp is linear in the index of the pair, between whole indices."""
 
     def pair_that_turns(times: float) -> float:
         length = scaling.original_max_position_embeddings
-        return model.head_dim * math.log(length / (times * 2 * math.pi)) / (2 * math.log(model.rope_theta))
+        return head_dim * math.log(length / (times * 2 * math.pi)) / (2 * math.log(theta))
 
     first = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
-    last = min(math.ceil(pair_that_turns(scaling.beta_slow)), model.head_dim - 1)
-    pairs = torch.arange(model.head_dim // 2, dtype=torch.float32)
+    last = min(math.ceil(pair_that_turns(scaling.beta_slow)), head_dim - 1)
+    pairs = torch.arange(head_dim // 2, dtype=torch.float32)
     ramp = ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
     return ramp * frequencies / scaling.factor + (1 - ramp) * frequencies

@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_aha.attention.core import AHACoreAttention, DenseCoreAttention, WindowCoreAttention
-from megatron_aha.attention.rope import inverse_frequencies, layer_scaling, rotation_scale
+from megatron_aha.attention.rope import inverse_frequencies, layer_scaling, layer_theta, rotation_scale
 from megatron_aha.attention.self_attention import AHASelfAttention, PackedSelfAttention
 from megatron_aha.config.aha import AHAConfig
 from megatron_aha.config.model import ModelConfig
@@ -33,11 +33,12 @@ def attention_spec(submodules: Any, model: ModelConfig, aha: AHAConfig, layer: i
         aha: the attention variant. A further variant is one more branch here.
         layer: from 0, over the whole model.
     """
-    scaling = layer_scaling(model, layer)
+    scaling, theta = layer_scaling(model, layer), layer_theta(model, layer)
+    as_the_model = (scaling, theta) == (model.rope_scaling, model.rope_theta)
     params: dict[str, Any] = {
         "attn_mask_type": AttnMaskType.causal,
         "rotation_scale": rotation_scale(scaling),
-        "frequencies": None if scaling == model.rope_scaling else inverse_frequencies(model, scaling),
+        "frequencies": None if as_the_model else inverse_frequencies(model, scaling, theta),
     }
     if model.traits.qk_norm != "none":
         submodules.q_layernorm, submodules.k_layernorm = _QK_NORMS[model.traits.qk_norm]
@@ -53,14 +54,12 @@ def attention_spec(submodules: Any, model: ModelConfig, aha: AHAConfig, layer: i
 
 
 def layer_spec(config: TransformerConfig, model: ModelConfig, aha: AHAConfig, layer: int) -> ModuleSpec:
-    """Returns the spec of one layer (from 0, over the whole model), with its norms before or after the blocks."""
+    """Returns the spec of one layer (from 0, over the whole model), with its norms before or after blocks, or both."""
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     parts = spec.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm if model.traits.pre_norm else IdentityOp
     if model.traits.post_norm:
-        parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
         parts.self_attn_bda = parts.mlp_bda = ModuleSpec(module=NormThenAdd, params={"config": config})
-    else:
-        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     parts.self_attention = attention_spec(parts.self_attention.submodules, model, aha, layer)
     return spec
 

@@ -20,7 +20,8 @@ def initialise_weights(model: StageModel, seed: int) -> None:
     """Draws every weight at random; the global tensors depend on the seed alone, not on the layout.
 
     Matrices are normal with the model's ``init_std``, those that write into the residual stream divided by
-    ``sqrt(2 layers)`` as Megatron-core does; norms are 1, biases 0; routers as ``megatron_aha.config.aha`` says.
+    ``sqrt(2 layers)`` as Megatron-core does; norms multiply by 1, biases are 0; routers as
+    ``megatron_aha.config.aha`` says.
     """
     for local in local_parameters(model):
         _fill(local, _draw(local, model, seed))
@@ -100,7 +101,7 @@ def _draw(local: LocalParameter, model: StageModel, seed: int) -> Tensor:
             return torch.full(local.shape, model.aha_config.init_bias)
         std = model.aha_config.init_std
     elif local.name.endswith("norm.weight"):
-        return torch.ones(local.shape)
+        return torch.full(local.shape, 0.0 if model.model_config.traits.zero_centred_norms else 1.0)
     elif local.name.endswith(".bias"):
         return torch.zeros(local.shape)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from megatron_aha.config.families import FAMILIES, Family
@@ -41,7 +42,7 @@ class ModelConfig:
         family: the family of models it belongs to (see ``megatron_aha.models``).
         num_layers: transformer layers.
         hidden_size: width of the residual stream.
-        ffn_hidden_size: width of the SwiGLU product (Hugging Face ``intermediate_size``).
+        ffn_hidden_size: width of the MLP's gated product (Hugging Face ``intermediate_size``).
         num_attention_heads: query heads.
         num_query_groups: key/value heads; equal to the query heads without GQA.
         head_dim: width of one head (Megatron ``kv_channels``).
@@ -50,6 +51,10 @@ class ModelConfig:
         rms_norm_eps: epsilon of every RMSNorm.
         rope_theta: base of the rotary frequencies.
         rope_scaling: scaling of the rotary frequencies, or none.
+        windowed_rope_theta: base in the layers of ``windowed_layers``; None takes ``rope_theta``
+            (``gemma3_text`` only).
+        query_pre_attn_scalar: attention scores are divided by its square root; None takes ``head_dim``
+            (``gemma3_text`` only).
         tied_embeddings: the output layer shares the embedding's weight.
         init_std: standard deviation of randomly initialised weights.
         attention_dropout: dropout on attention probabilities; kept for the record, only 0 is supported.
@@ -70,6 +75,8 @@ class ModelConfig:
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    windowed_rope_theta: float | None = None
+    query_pre_attn_scalar: int | None = None
     tied_embeddings: bool = True
     init_std: float = 0.02
     attention_dropout: float = 0.0
@@ -86,6 +93,11 @@ class ModelConfig:
     def routed_layers(self) -> list[int]:
         """Layers, from 0, with full attention, which is where All-or-Here Attention goes."""
         return [layer for layer in range(self.num_layers) if layer not in self.windowed_layers]
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor on the products of queries and keys."""
+        return 1 / math.sqrt(self.query_pre_attn_scalar or self.head_dim)
 
     def window_of(self, layer: int) -> int | None:
         """Returns the static window of a layer (from 0) in tokens, None where attention is full."""

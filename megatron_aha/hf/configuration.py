@@ -8,7 +8,7 @@ from megatron_aha.config.aha import AHAConfig
 from megatron_aha.config.model import ModelConfig
 from megatron_aha.errors import UserError, nearest
 from megatron_aha.hf.families import FAMILIES, HFFamily
-from megatron_aha.hf.rope import read_rope, write_rope, write_rope_parameters
+from megatron_aha.hf.rope import read_rope, read_windowed_theta, write_rope, write_rope_parameters
 
 _BY_ARCHITECTURE: dict[str, HFFamily] = {
     name: family for family in FAMILIES.values() for name in (family.dense, family.aha)
@@ -41,7 +41,10 @@ _MISSING_PARTS = {
     "DeepseekV2": "it has multi-head latent attention and a mixture of experts",
     "DeepseekV3": "it has multi-head latent attention and a mixture of experts",
     "MiniCPM3": "it has multi-head latent attention",
-    "Gemma": "its norms, scaled embeddings and soft caps are not built",
+    "Gemma3ForConditionalGeneration": "it reads images; save its text model alone, which "
+    "transformers.Gemma3ForCausalLM.from_pretrained loads, and import that",
+    "Gemma2": "it caps attention scores and logits",
+    "Gemma": "of the Gemma models only the text models of Gemma 3 are built",
     "SmolLM3": "it has layers without rotary positions",
 }
 
@@ -58,7 +61,7 @@ def read_config(config: dict[str, Any]) -> tuple[ModelConfig, AHAConfig | None]:
     architecture = check_architecture(config)
     family = _BY_ARCHITECTURE[architecture]
     config = {**family.defaults, **{key: value for key, value in config.items() if value is not None}}
-    for option, allowed in _REFUSED.items():
+    for option, allowed in {**_REFUSED, **family.allowed}.items():
         if config.get(option) not in allowed:
             raise UserError(f"the source's {option} = {config[option]!r} is not supported for {architecture}")
 
@@ -68,8 +71,9 @@ def read_config(config: dict[str, Any]) -> tuple[ModelConfig, AHAConfig | None]:
         return int(config[key])
 
     heads = size("num_attention_heads")
-    theta, scaling = read_rope(config)
+    theta, scaling = read_rope(config, family.windowed_base)
     window, layers = family.windows(config, size("num_hidden_layers"))
+    windowed_theta = read_windowed_theta(config) if family.windowed_base and layers else theta
     model = ModelConfig(
         family=family.name,
         num_layers=size("num_hidden_layers"),
@@ -83,6 +87,8 @@ def read_config(config: dict[str, Any]) -> tuple[ModelConfig, AHAConfig | None]:
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         rope_theta=theta,
         rope_scaling=scaling,
+        windowed_rope_theta=None if windowed_theta == theta else windowed_theta,
+        query_pre_attn_scalar=family.score_divisor(config),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         init_std=float(config.get("initializer_range", 0.02)),
         attention_dropout=float(config.get("attention_dropout") or 0.0),
@@ -130,6 +136,7 @@ def write_config(
     # transformers' own defaults for the ids would name tokens that the model may not have
     ids = {key: None for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     rope = write_rope_parameters if routed else write_rope
+    windowed_theta = model.windowed_rope_theta or model.rope_theta if family.windowed_base else None
     config: dict[str, Any] = {
         **ids,
         **{key: source[key] for key in _CARRIED if key in source},
@@ -145,7 +152,7 @@ def write_config(
         "vocab_size": model.vocab_size,
         "max_position_embeddings": model.max_position_embeddings,
         "rms_norm_eps": model.rms_norm_eps,
-        **rope(model.rope_theta, model.rope_scaling, family.rope_by_layer_type),
+        **rope(model.rope_theta, model.rope_scaling, family.rope_by_layer_type, windowed_theta),
         "tie_word_embeddings": model.tied_embeddings,
         "initializer_range": model.init_std,
         "hidden_act": "silu",

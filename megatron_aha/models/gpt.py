@@ -61,6 +61,8 @@ class AHAGPTModel(GPTModel):
             self.rotary_pos_emb.inv_freq.device
         )
         _mark_parallel_parameters(self)
+        if self.pre_process and model.traits.scaled_embeddings:
+            self.embedding.register_forward_hook(_scale_embeddings)
         if self.pre_process and config.recompute_granularity == "full":
             self.embedding.register_forward_hook(_join_the_graph)
 
@@ -108,6 +110,11 @@ class AHAGPTModel(GPTModel):
             return logits
         padding: Any = torch.arange(columns, device=logits.device) >= real
         return logits.masked_fill(padding, torch.finfo(logits.dtype).min)
+
+
+def _scale_embeddings(module: torch.nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+    """Multiplies by the square root of the width, rounded to the type of the weights, as transformers does."""
+    return output * torch.tensor(output.size(-1) ** 0.5).to(output)
 
 
 def _join_the_graph(module: torch.nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:

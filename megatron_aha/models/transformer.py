@@ -1,11 +1,13 @@
-"""Every family in Megatron-core's terms: RMSNorm, RoPE, GQA, SwiGLU, and what the family adds."""
+"""Every family in Megatron-core's terms: RMSNorm, RoPE, GQA, a gated MLP, and what the family adds."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 
 import torch
+from megatron.core.activations import fast_gelu
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 from torch.nn import functional as F
 
 from megatron_aha.config.model import ModelConfig
@@ -13,6 +15,7 @@ from megatron_aha.config.parallel import ParallelConfig
 from megatron_aha.config.training import TrainingConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": fast_gelu}
 
 
 def transformer_config(
@@ -35,18 +38,20 @@ def transformer_config(
         kv_channels=model.head_dim,
         layernorm_epsilon=model.rms_norm_eps,
         normalization="RMSNorm",
+        # read by our norms; Megatron-core's own refuse it without Transformer Engine or Apex
+        layernorm_zero_centered_gamma=model.traits.zero_centred_norms,
         add_bias_linear=False,
         add_qkv_bias=model.traits.qkv_bias,
         qk_layernorm=model.traits.qk_norm != "none",
         gated_linear_unit=True,
-        activation_func=F.silu,
+        activation_func=ACTIVATIONS[model.traits.activation],
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         attention_dropout=model.attention_dropout,
         hidden_dropout=model.hidden_dropout,
-        softmax_scale=1 / math.sqrt(model.head_dim),
+        softmax_scale=model.softmax_scale,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_stages if interleaved else None,

@@ -26,7 +26,8 @@ class RMSNorm(nn.Module):
     loop), so the weight passes through the region whose backward all-reduces over the tensor-parallel group.
 
     Args:
-        config: Megatron-core's configuration; only ``sequence_parallel`` is read.
+        config: Megatron-core's configuration. With ``layernorm_zero_centered_gamma`` the factor is 1 + weight, in fp32
+            and rounded at the end, as Hugging Face's Gemma does.
         hidden_size: width of the last dimension.
         eps: added to the mean square.
     """
@@ -35,7 +36,9 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.partial_gradient = config.sequence_parallel
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.zero_centred = config.layernorm_zero_centered_gamma
+        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
+        nn.init.constant_(self.weight, 0.0 if self.zero_centred else 1.0)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Returns the normalised states, shape and dtype as given: ``[..., hidden]``."""
@@ -44,11 +47,13 @@ class RMSNorm(nn.Module):
             weight = copy_to_tensor_model_parallel_region(weight)
         states = hidden_states.float()
         states = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.zero_centred:
+            return (states * (1.0 + weight.float())).to(hidden_states.dtype)
         return weight * states.to(hidden_states.dtype)
 
 
 class HeadNorm(RMSNorm):
-    """RMSNorm of every head with one weight for all heads (Qwen3's queries and keys).
+    """RMSNorm of every head with one weight for all heads (queries and keys of Qwen3 and Gemma 3).
 
     Tensor-parallel ranks hold different heads, so the weight's gradient is a partial sum in every layout.
     """
@@ -107,7 +112,7 @@ class KeyNorm(ProjectionNorm):
 
 
 class NormThenAdd(nn.Module):
-    """Normalises a block's output before it joins the residual stream (post-norm, OLMo-2).
+    """Normalises a block's output before it joins the residual stream (post-norm, OLMo-2 and Gemma 3).
 
     It stands where Megatron-core's layer expects its bias-dropout-add, so that the layer itself stays theirs.
     """

@@ -114,13 +114,17 @@ def layer_bytes_per_token(config: RunConfig) -> float:
     """Returns the bytes per token that the backward pass of one layer needs, on one tensor-parallel rank."""
     model, aha, size = config.model, config.aha, _bytes_per_element(config)
     tensor_size = config.parallel.tensor_model_parallel_size
-    # Each of two norms keeps its normalised states twice and their origin in fp32.
-    norms = 2 * model.hidden_size * (2 * size + 4) / _sequence_shards(config)
+    # Each norm keeps its normalised states and their origin in fp32, each of the two blocks what it reads.
+    normalised = 4 if model.traits.zero_centred_norms else size
+    around = 2 * (model.traits.pre_norm + model.traits.post_norm)
+    norms = model.hidden_size * (around * (normalised + 4) + 2 * size) / _sequence_shards(config)
     heads = model.num_attention_heads / tensor_size
     groups = max(model.num_query_groups / tensor_size, 1)
     # The projections, the rotated queries and keys, the output as attention and as the next projection read
     # it.
     attention = size * model.head_dim * (4 * heads + 3 * groups) + 4 * heads
+    if model.traits.qk_norm != "none":
+        attention += model.head_dim * (heads + groups) * (normalised + 4)
     contexts = config.parallel.context_parallel_size
     if contexts > 1:
         attention += (

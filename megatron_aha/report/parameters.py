@@ -28,7 +28,8 @@ def layer_parameters(model: ModelConfig, aha: AHAConfig, layer: int, tensor_size
         "head": 2 * model.head_dim,
         "projection": (model.num_attention_heads + model.num_query_groups) * model.head_dim,
     }
-    norms = 2 * model.hidden_size + qk_norms[model.traits.qk_norm]
+    around = 2 * (model.traits.pre_norm + model.traits.post_norm)
+    norms = around * model.hidden_size + qk_norms[model.traits.qk_norm]
     routers = 0 if model.window_of(layer) is not None else router_parameters(model, aha)
     return attention + mlp + norms + routers // tensor_size
 

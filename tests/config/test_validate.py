@@ -201,6 +201,17 @@ SP = {TP: 2, "parallel.sequence_parallel": "true"}
         (1, {"training.micro_batch_size": 0}, "--training.micro_batch_size is 0, and must be at least 1"),
         (1, {"training.freeze_model": "true", "aha.enabled": "false"}, "leaves no router"),
         (
+            1,
+            {"model.windowed_rope_theta": 1e4},
+            "--model.windowed_rope_theta 10000.0 has no place in --model.family llama; leave it null, "
+            "or use gemma3_text",
+        ),
+        (
+            1,
+            {"model.family": "gemma3_text", "model.query_pre_attn_scalar": 0},
+            "--model.query_pre_attn_scalar is 0, and must be greater than 0",
+        ),
+        (
             2,
             {
                 "training.freeze_model": "true",

@@ -65,6 +65,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "olmo2": {},
     "olmo3": {"sliding_window": STATIC, "rope_theta": 500000.0},
+    # the bases far apart and the scaling strong, so that neither can stand for the other
+    "gemma3_text": {
+        "sliding_window": STATIC,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_theta": 500000.0,
+        "rope_local_base_freq": 100.0,
+        "query_pre_attn_scalar": 40,
+    },
 }
 
 
@@ -85,7 +93,7 @@ def make_family(family: str, routed: bool = False, attention: str = "sdpa", **op
         config = getattr(configuration, f"{prefix}AHAConfig")(attn_implementation=attention, **sizes)
         model = getattr(modeling, f"{prefix}AHAForCausalLM")(config).eval()
     else:
-        config = getattr(transformers, f"{prefix}Config")(attn_implementation=attention, **sizes)
+        config = transformers.CONFIG_MAPPING[family](attn_implementation=attention, **sizes)
         model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
     for name, parameter in model.named_parameters():
         if ".router." in name:

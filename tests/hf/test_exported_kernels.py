@@ -72,7 +72,7 @@ def test_generating_equals_eager_without_a_cache(cache: dict, way: str) -> None:
     assert torch.equal(ours.generate(tokens, max_new_tokens=12, **cache, **options), expected)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "olmo3"])
+@pytest.mark.parametrize("family", ["qwen3", "olmo3", "gemma3_text"])
 def test_other_families_and_their_windowed_layers_equal_eager(family: str) -> None:
     tokens = random_tokens(2, 40)
     with torch.no_grad():

@@ -8,11 +8,13 @@ import pytest
 import torch
 from hf_models import FAMILIES, LAYERS, STATIC, make_family, random_tokens
 from torch import Tensor
+from transformers import CONFIG_MAPPING
 
 from megatron_aha.attention.packed import pack
 from megatron_aha.checkpoint.format import CheckpointReader
 from megatron_aha.checkpoint.weights import load_weights
 from megatron_aha.config.aha import AHAConfig
+from megatron_aha.config.model import RopeScaling
 from megatron_aha.config.parallel import ParallelConfig
 from megatron_aha.config.training import TrainingConfig
 from megatron_aha.errors import UserError
@@ -40,6 +42,16 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     ),
     "olmo3-yarn": ("olmo3", {"rope_scaling": YARN}),
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True, "head_dim": 24}),
+    # as in the smallest models: one key/value head, heads wider than the model; and scaled as in the larger ones
+    "gemma3-one-group": (
+        "gemma3_text",
+        {
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 HAS_ROUTERS = [name for name in VARIANTS if name != "mistral-0.1"]
 
@@ -169,6 +181,7 @@ def test_windows_of_the_source_keep_their_layers() -> None:
     assert layers("olmo3") == (STATIC, [0, 1, 2])
     assert layers("mistral-0.1") == (STATIC, [0, 1, 2, 3])
     assert layers("qwen2-windowed") == (STATIC, [2, 3])
+    assert layers("gemma3_text") == (STATIC, [0, 2])
     assert layers("qwen2") == layers("mistral") == layers("olmo2") == (None, [])
 
 
@@ -182,6 +195,33 @@ def test_older_configurations_leave_out_the_kinds_of_layers() -> None:
     config |= {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 3}
     model, _ = read_config(config)
     assert (model.static_window, model.windowed_layers) == (7, [3])
+
+
+def test_what_an_older_gemma_leaves_out_is_what_transformers_takes() -> None:
+    """As on the hub: no kinds of layers, and no sizes that are Gemma's defaults."""
+    stated = {"num_hidden_layers": 12, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8}
+    older = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "vocab_size": 301,
+        "max_position_embeddings": 256,
+        **stated,
+    }
+    theirs = CONFIG_MAPPING["gemma3_text"](**stated, vocab_size=301, max_position_embeddings=256)
+    for more in ({}, {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}):
+        model, _ = read_config({**older, **more})
+        assert (model.static_window, model.windowed_layers) == (4096, [0, 1, 2, 3, 4, 6, 7, 8, 9, 10])
+        assert (model.rope_theta, model.windowed_rope_theta) == (1e6, 1e4)
+        assert model.rope_scaling == (RopeScaling("linear", 8.0) if more else None)
+        assert (model.head_dim, model.num_query_groups, model.tied_embeddings) == (256, 4, True)
+        assert model.query_pre_attn_scalar is None and model.softmax_scale == 1 / 16
+    assert (
+        read_config(older)[0] == read_config(theirs.to_dict() | {"architectures": ["Gemma3ForCausalLM"]})[0]
+    )
+    model, _ = read_config({**older, "sliding_window_pattern": 2, "query_pre_attn_scalar": 168})
+    assert model.windowed_layers == [0, 2, 4, 6, 8, 10] and model.query_pre_attn_scalar == 168
+    # nothing is left that a base of their own could hold for
+    model, _ = read_config({**older, "layer_types": ["full_attention"] * 12})
+    assert (model.static_window, model.windowed_rope_theta) == (None, None)
 
 
 def test_a_model_without_full_attention_has_nothing_to_route() -> None:
@@ -234,7 +274,8 @@ def test_all_routes_open_is_transformers_own_model(name: str) -> None:
     ours, theirs = model(tokens, output_router_stats=True), dense(tokens)
     assert torch.equal(ours.logits, theirs.logits)
     assert (ours.router_usage == 1).all()
-    assert len(ours.router_usage) == {"olmo3": 1, "olmo3-yarn": 1, "qwen2-windowed": 2}.get(name, LAYERS)
+    few = {"olmo3": 1, "olmo3-yarn": 1, "qwen2-windowed": 2, "gemma3_text": 2, "gemma3-one-group": 2}
+    assert len(ours.router_usage) == few.get(name, LAYERS)
 
 
 def test_a_static_window_changes_the_logits() -> None:

@@ -52,6 +52,13 @@ def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+GEMMA: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "hidden_act": "gelu_pytorch_tanh",
+    "rope_parameters": None,
+}
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -85,6 +92,20 @@ def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any
             "sliding_attention, type 'default' and base 10000.0, are not supported",
         ),
         ({"hidden_size": None}, "gives no hidden_size"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "it reads images; .*Gemma3ForCausalLM"),
+        ({"architectures": ["Gemma2ForCausalLM"]}, "it caps attention scores"),
+        ({"architectures": ["Gemma3nForCausalLM"]}, "only the text models of Gemma 3"),
+        ({**GEMMA, "hidden_act": None, "hidden_activation": "gelu"}, "hidden_activation = 'gelu'"),
+        ({**GEMMA, "use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ({**GEMMA, "attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+        ({**GEMMA, "final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+        ({**GEMMA, "num_experts": 8}, "num_experts = 8"),
+        ({**GEMMA, "query_pre_attn_scalar": 0.5}, "query_pre_attn_scalar = 0.5"),
+        ({**GEMMA, "rope_parameters": {"rope_theta": 1e4}}, "rope_parameters with 'rope_theta'"),
+        (
+            {**GEMMA, "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "sliding_attention, type 'linear'.*without scaling$",
+        ),
     ],
 )
 def test_what_the_model_would_not_compute_is_refused_by_name_before_reading_weights(

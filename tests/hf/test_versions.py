@@ -43,6 +43,8 @@ MODELS = {
     "aha_olmo2": lambda: make_family("olmo2", True),
     "aha_olmo3": lambda: make_family("olmo3", True),
     "dense_olmo3": lambda: make_family("olmo3"),
+    "aha_gemma3": lambda: make_family("gemma3_text", True),
+    "dense_gemma3_tied": lambda: make_family("gemma3_text", tie_word_embeddings=True),
     "aha_mistral": lambda: make_family("mistral", True),
 }
 
@@ -107,7 +109,11 @@ def judge(answer: dict[str, Any], folders: list[str]) -> None:
         assert found["cached_equals_uncached"], folder
         assert found["tied"] == ("_tied" in name), folder
         prefix = next(
-            (known for known in ("Qwen2", "Qwen3", "Olmo2", "Olmo3", "Mistral") if known.lower() in name),
+            (
+                known
+                for known in ("Qwen2", "Qwen3", "Olmo2", "Olmo3", "Gemma3", "Mistral")
+                if known.lower() in name
+            ),
             "Llama",
         )
         assert found["class"] == prefix + ("AHAForCausalLM" if "aha" in name else "ForCausalLM"), folder

@@ -68,16 +68,20 @@ def test_each_rank_holds_as_many_parameters_as_predicted() -> None:
 @pytest.mark.parametrize(
     "aha", [AHAConfig(enabled=False), AHAConfig(bias=False), AHAConfig(granularity="kv_group")], ids=str
 )
-def test_the_whole_model_has_as_many_parameters_as_predicted(aha: AHAConfig) -> None:
+@pytest.mark.parametrize("family", ["llama", "olmo2", "gemma3_text"])
+def test_the_whole_model_has_as_many_parameters_as_predicted(aha: AHAConfig, family: str) -> None:
+    sizes = dataclasses.replace(MODEL, family=family)
     with single_process():
-        model = build_model(MODEL, aha, ParallelConfig(), TrainingConfig(precision="fp32"))
-    assert sum(parameter.numel() for parameter in model.parameters()) == total_parameters(MODEL, aha)
+        model = build_model(sizes, aha, ParallelConfig(), TrainingConfig(precision="fp32"))
+    assert sum(parameter.numel() for parameter in model.parameters()) == total_parameters(sizes, aha)
 
 
 def saved_bytes_per_token(config: RunConfig, tokens: int) -> float:
     """Returns the bytes a token that one layer's forward pass keeps for the backward pass, parameters left out."""
     build_groups(config.parallel, seed=1)
-    one, three = (saved_bytes(dataclasses.replace(MODEL, num_layers=n), config, tokens) for n in (1, 3))
+    one, three = (
+        saved_bytes(dataclasses.replace(config.model, num_layers=n), config, tokens) for n in (1, 3)
+    )
     return (three - one) / 2 / tokens
 
 
@@ -107,17 +111,23 @@ def saved_bytes(model: ModelConfig, config: RunConfig, tokens: int) -> int:
 
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize(
-    ("precision", "recompute"), [("fp32", "none"), ("bf16", "none"), ("bf16", "selective")]
+    ("precision", "recompute", "family"),
+    [
+        ("fp32", "none", "llama"),
+        ("bf16", "none", "llama"),
+        ("bf16", "selective", "llama"),
+        ("bf16", "none", "gemma3_text"),
+    ],
 )
 def test_the_activations_of_a_layer_are_estimated_within_a_tenth(
-    precision: str, recompute: str, enabled: bool
+    precision: str, recompute: str, family: str, enabled: bool
 ) -> None:
     config = RunConfig(
+        model=dataclasses.replace(MODEL, family=family),
         aha=AHAConfig(enabled=enabled, window=16),
         training=TrainingConfig(precision=precision, recompute=recompute),
     )
     (measured,) = run_distributed(saved_bytes_per_token, 1, config, 128)
-    config.model = MODEL
     assert layer_bytes_per_token(config) == pytest.approx(measured, rel=0.1)
 
 

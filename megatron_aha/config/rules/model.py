@@ -37,9 +37,25 @@ def model_problems(config: RunConfig) -> Iterator[str]:
         )
     if not 0 <= model.hidden_dropout < 1:
         yield f"--model.hidden_dropout is {model.hidden_dropout}, and must be at least 0 and below 1"
+    yield from _family_problems(config)
     if model.rope_scaling is not None:
         yield from _rope_problems(config)
     yield from _window_problems(config)
+
+
+def _family_problems(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    stated = [
+        name for name in ("windowed_rope_theta", "query_pre_attn_scalar") if getattr(model, name) is not None
+    ]
+    yield from above_zero(config, [f"model.{name}" for name in stated])
+    for name in stated:
+        having = [family for family, traits in FAMILIES.items() if name in traits.settings]
+        if model.family in FAMILIES and model.family not in having:
+            yield (
+                f"--model.{name} {getattr(model, name)} has no place in --model.family {model.family}; "
+                f"leave it null, or use {' or '.join(having)}"
+            )
 
 
 def _window_problems(config: RunConfig) -> Iterator[str]:

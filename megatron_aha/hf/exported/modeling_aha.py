@@ -355,7 +355,7 @@ class AHADecoder(_Mixin):
         PreTrainedModel.__init__(self, config)
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.embed_tokens = self.make_embedding(config)
         self.layers = nn.ModuleList(
             self.layer_class(config, index) for index in range(config.num_hidden_layers)
         )
@@ -363,6 +363,10 @@ class AHADecoder(_Mixin):
         self.add_rotary_embedding()
         self.gradient_checkpointing = False
         self.post_init()
+
+    def make_embedding(self, config: Any) -> nn.Module:
+        """Returns the table of token embeddings."""
+        return nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
 
     def add_rotary_embedding(self) -> None:
         """Builds what `angles` needs."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from megatron_aha.hf.families import llama, mistral, olmo2, olmo3, qwen2, qwen3
+from megatron_aha.hf.families import gemma3, llama, mistral, olmo2, olmo3, qwen2, qwen3
 from megatron_aha.hf.families.base import OUTPUT, HFFamily
 
 FAMILIES: dict[str, HFFamily] = {
-    module.FAMILY.name: module.FAMILY for module in (llama, mistral, qwen2, qwen3, olmo2, olmo3)
+    module.FAMILY.name: module.FAMILY for module in (llama, mistral, qwen2, qwen3, olmo2, olmo3, gemma3)
 }
 
 __all__ = ["FAMILIES", "OUTPUT", "HFFamily"]

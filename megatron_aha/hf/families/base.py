@@ -78,6 +78,11 @@ def nothing_more(model: ModelConfig) -> dict[str, Any]:
     return {}
 
 
+def by_head_dim(config: dict[str, Any]) -> int | None:
+    """Returns that attention scores are divided by the square root of the width of a head."""
+    return None
+
+
 @dataclass(frozen=True)
 class HFFamily:
     """A family of transformers' decoders.
@@ -91,7 +96,10 @@ class HFFamily:
         entries: what the family's configuration says beside the common entries.
         defaults: what transformers takes for entries that the configuration leaves out, where it differs from
             Llama's.
+        allowed: values of options that it may have, where they differ from other families'.
         rope_by_layer_type: its newer configurations have a set of rotary settings for each kind of layer.
+        windowed_base: layers with a window have a rotary base of their own.
+        score_divisor: reads by whose square root attention scores are divided, None: by the width of a head.
     """
 
     name: str
@@ -100,7 +108,10 @@ class HFFamily:
     windows: Callable[[dict[str, Any], int], tuple[int | None, list[int]]] = no_windows
     entries: Callable[[ModelConfig], dict[str, Any]] = nothing_more
     defaults: dict[str, Any] = field(default_factory=dict)
+    allowed: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     rope_by_layer_type: bool = False
+    windowed_base: bool = False
+    score_divisor: Callable[[dict[str, Any]], int | None] = by_head_dim
 
     @property
     def dense(self) -> str:
