@@ -35,12 +35,13 @@ def threads_for(problem: Problem, q: Tensor, k: Tensor) -> int:
 
 
 def torch_forward(
-    q: Tensor, k: Tensor, v: Tensor, route: Tensor, problem: Problem
+    q: Tensor, k: Tensor, v: Tensor, route: Tensor, problem: Problem, router_grad_rate: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns output and the log-sum-exps of chosen and near keys, as the operator in aha_kernels.ops."""
     lse = q.new_full(q.shape[:3], float("-inf"), dtype=compute_dtype(q.dtype))
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    call = Activations(q, k, v, route.bool(), out, lse, lse.clone())
+    lse_here = lse.clone() if router_grad_rate > 0.0 else None
+    call = Activations(q, k, v, route, out, lse, lse_here)
     tasks = []
     for segment in problem.segments(q.shape[0], q.shape[1], k.shape[1]):
         if mask_suits(segment, q.device):
@@ -50,7 +51,7 @@ def torch_forward(
         else:
             dense_forward(call, problem, segment)
     run_all(tasks, threads_for(problem, q, k))
-    return call.out, call.lse, call.lse_here
+    return out, lse, lse.new_empty(0) if lse_here is None else lse_here
 
 
 def _heads(call: Activations, segment: Segment, kv_head: int) -> Iterator[slice]:
@@ -80,7 +81,7 @@ def torch_backward(
     router_grad_rate: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k, v and route, as the operator in aha_kernels.ops."""
-    call = Activations(q, k, v, route.bool(), out, lse, lse_here)
+    call = Activations(q, k, v, route, out, lse, lse_here if router_grad_rate > 0.0 else None)
     if probes is None and router_grad_rate >= 1.0:
         probes = ~call.opens
     grads = Gradients(
