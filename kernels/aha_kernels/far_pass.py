@@ -1,7 +1,4 @@
-"""The far pass of the torch path: compacted rows against the keys beyond their window, a block of rows at a time.
-
-All log-sum-exps here are in units of ln 2, like the scores.
-"""
+"""The far pass of the torch path: compacted rows against the keys beyond their window, a block of rows at a time."""
 
 from __future__ import annotations
 
@@ -11,16 +8,16 @@ import torch
 from torch import Tensor
 
 from aha_kernels.group import LOG2E, Group, all_finite
-from aha_kernels.tiles import FAR_KEYS, FarRows, FarTile
+from aha_kernels.tiles import FarRows, FarTile
 
 
 def _far_weights(
-    work: Group, rows: FarRows, tile: FarTile, first_key: int, queries: Tensor, keys: Tensor, lse: Tensor
+    work: Group, rows: FarRows, tile: FarTile, queries: Tensor, keys: Tensor, lse: Tensor
 ) -> Tensor:
-    """Returns 2^(score - lse) [rows, keys] of a tile; queries [rows, dim], its keys, lse [rows, 1]."""
+    """Returns e^(score - lse) [rows, keys] of a tile; queries [rows, dim], its keys, lse [rows, 1]."""
     scores = work.scratch(0, queries.shape[0], keys.shape[0])
-    torch.addmm(lse, queries, keys.T, beta=-1, alpha=work.factor, out=scores)
-    rows.hide(tile, first_key, scores)
+    torch.addmm(lse, queries, keys.T, beta=-LOG2E, alpha=work.factor, out=scores)
+    rows.hide(tile, scores)
     return scores.exp2_()
 
 
@@ -34,10 +31,10 @@ def _far_sums(
     queries = work.queries[rows.rows]
     sums, totals = torch.zeros_like(queries), torch.zeros_like(lse)
     seen = rows.keys(first_key, last_key)
-    keys, values = work.keys[seen].split(FAR_KEYS), work.values[seen].split(FAR_KEYS)
-    for tile in rows.tiles(seen):
+    keys, values = work.keys[seen].split(work.far_keys), work.values[seen].split(work.far_keys)
+    for tile in rows.tiles(seen, work.far_keys):
         at = slice(tile.row, None)
-        weights = _far_weights(work, rows, tile, first_key, queries[at], keys[tile.index], lse[at])
+        weights = _far_weights(work, rows, tile, queries[at], keys[tile.index], lse[at])
         sums[at].addmm_(weights, values[tile.index])
         totals[at] += weights.sum(-1, keepdim=True)
     return sums, totals
@@ -51,7 +48,7 @@ def add_far(
         at = block.rows
         sums, totals = _far_sums(work, block, lse[at], first_key, last_key)
         out[at] = sums.add_(out[at]).div_(1 + totals)
-        lse[at] += totals.log1p_() * LOG2E
+        lse[at] += totals.log1p_()
 
 
 @dataclass(frozen=True)
@@ -59,17 +56,16 @@ class GradientSums:
     """What the backward passes of one segment and KV group read, write and add to.
 
     Args:
-        d_out: gradient of the output [rows, dim].
-        lse: log-sum-exp [rows, 1] of the keys that a row saw, in units of ln 2; infinite for rows to leave out.
-        delta: ``<d_out, out>`` [rows, 1].
+        d_out, out: gradient of the output, and the output [rows, dim].
+        lse: log-sum-exp [rows, 1] of the keys that a row saw; infinite for rows to leave out.
         queries: gradient [rows, dim]; the near pass writes it, the far pass adds to it.
         keys, values: gradients [keys, dim], added to.
         near: sums of the score gradients over each row's near keys and sinks [rows, 1]; None if not wanted.
     """
 
     d_out: Tensor
+    out: Tensor
     lse: Tensor
-    delta: Tensor
     queries: Tensor
     keys: Tensor
     values: Tensor
@@ -99,15 +95,16 @@ def _block_backward(
     score_sums: Tensor | None,
 ) -> None:
     rows = block.rows
-    queries, d_out, lse, delta = work.queries[rows], sums.d_out[rows], sums.lse[rows], sums.delta[rows]
+    queries, d_out, lse = work.queries[rows], sums.d_out[rows], sums.lse[rows]
+    delta = row_products(work, d_out, work.taken(sums.out, rows))
     d_queries, totals = torch.zeros_like(queries), torch.zeros_like(lse)
     seen = block.keys(first_key, last_key)
     of_keys = (work.keys, work.values, sums.keys, sums.values)
-    pieces = list(zip(*(x[seen].split(FAR_KEYS) for x in of_keys), strict=True))
-    for tile in block.tiles(seen):
+    pieces = list(zip(*(x[seen].split(work.far_keys) for x in of_keys), strict=True))
+    for tile in block.tiles(seen, work.far_keys):
         at, (k, v, d_k, d_v) = slice(tile.row, None), pieces[tile.index]
         q, d_o = queries[at], d_out[at]
-        weights = _far_weights(work, block, tile, first_key, q, k, lse[at])
+        weights = _far_weights(work, block, tile, q, k, lse[at])
         d_v.addmm_(weights.T, d_o)
         d_scores = work.scratch(1, *weights.shape)
         torch.addmm(delta[at], d_o, v.T, beta=-1, out=d_scores).mul_(weights)
@@ -115,16 +112,12 @@ def _block_backward(
         d_queries[at].addmm_(d_scores, k, alpha=work.softmax_scale)
         if score_sums is not None:
             totals[at] += d_scores.sum(-1, keepdim=True)
-    sums.queries[rows] = d_queries.add_(
-        torch.index_select(sums.queries, 0, rows, out=work.scratch(0, *queries.shape))
-    )
+    sums.queries[rows] = d_queries.add_(work.taken(sums.queries, rows))
     if score_sums is not None:
         score_sums[rows] += totals
 
 
-def probe_rows(
-    work: Group, probes: Tensor, d_out: Tensor, delta: Tensor, lse: Tensor, d_route: Tensor
-) -> bool:
+def probe_rows(work: Group, probes: Tensor, d_out: Tensor, out: Tensor, lse: Tensor, d_route: Tensor) -> bool:
     """Writes ``<dO, O_all - O_here>`` of the here-rows in probes, bool [queries, group], to d_route [all rows, 1];
     returns False out of range.
     """
@@ -133,7 +126,13 @@ def probe_rows(
         rows = block.rows
         sums, totals = _far_sums(work, block, lse[rows], work.sinks, None)
         finite = finite and all_finite(sums, totals)
+        row_d_out = d_out[rows]
+        delta = row_products(work, row_d_out, work.taken(out, rows))
         # sums is weight * O_far relative to the near weight 1
-        difference = sums.mul_(d_out[rows]).sum(-1, keepdim=True) - totals * delta[rows]
-        d_route[rows] = difference / (1 + totals)
+        d_route[rows] = (row_products(work, sums, row_d_out) - totals * delta) / (1 + totals)
     return finite
+
+
+def row_products(work: Group, a: Tensor, b: Tensor) -> Tensor:
+    """Returns the scalar products of rows [.., dim]: [.., 1]; a and b are one tile's at most."""
+    return torch.sum(torch.mul(a, b, out=work.scratch(0, *a.shape)), -1, keepdim=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from aha_kernels.problem import Problem
-from aha_kernels.tiles import FAR_KEYS, FAR_ROWS, FarRows, NearBand, near_bands
+from aha_kernels.tiles import FAR_KEYS, FAR_ROWS, NEAR_SCORES, FarRows, near_bands
 
 LOG2E = math.log2(math.e)
 
@@ -25,15 +25,21 @@ LOG2E = math.log2(math.e)
 class Group:
     """Rows [queries * group, dim] and keys and values [keys, dim] of one segment and KV group."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, dtype: torch.dtype) -> None:
-        """q [queries, group, dim]; k, v [keys, dim]; dtype is what everything is computed in."""
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, dtype: torch.dtype, gradients: bool = False
+    ) -> None:
+        """q [queries, group, dim]; k, v [keys, dim]; dtype is what everything is computed in; gradients says whether
+        tiles hold gradients beside the scores.
+        """
         self.num_queries, self.group, self.dim = q.shape
         self.num_keys, self.dtype = k.shape[0], dtype
         self.queries, self.keys, self.values = self.rows(q), k.to(dtype), v.to(dtype)
         self.softmax_scale = problem.softmax_scale
         self.factor = problem.softmax_scale * LOG2E  # makes queries give scores in units of ln 2
         self.window, self.sinks = problem.window, min(problem.num_sink_tokens, self.num_keys)
-        self.bands: list[NearBand] = near_bands(self.num_queries, self.num_keys, self.window, self.group)
+        self.far_keys = FAR_KEYS if gradients else 2 * FAR_KEYS  # of one tile
+        scores = NEAR_SCORES if gradients else 2 * NEAR_SCORES
+        self.bands = near_bands(self.num_queries, self.num_keys, self.window, self.group, scores)
         self._memory: dict[int, Tensor] = {}
         self._views: dict[tuple[int, ...], Tensor] = {}
 
@@ -46,8 +52,8 @@ class Group:
         return self.keys.new_empty(self.num_queries * self.group, 1)
 
     def column(self, x: Tensor) -> Tensor:
-        """Returns a copy of x [queries, group] as [rows, 1]."""
-        return self.new_column().copy_(x.reshape(-1, 1))
+        """Returns x [queries, group] as [rows, 1]."""
+        return self.rows(x)[:, None]
 
     def accumulator(self, target: Tensor) -> Tensor:
         """Returns what to compute target [queries, group, dim] in: its rows, if its dtype and strides allow."""
@@ -66,10 +72,14 @@ class Group:
         if key not in self._views:
             if buffer not in self._memory:
                 largest = max(band.largest_batch(self.group, self.dim) for band in self.bands)
-                far = FAR_ROWS * min(FAR_KEYS, self.num_keys)
+                far = FAR_ROWS * max(self.dim, min(self.far_keys, self.num_keys))
                 self._memory[buffer] = self.keys.new_empty(max(largest, far))
             self._views[key] = self._memory[buffer][: math.prod(shape)].view(shape)
         return self._views[key]
+
+    def taken(self, x: Tensor, rows: Tensor) -> Tensor:
+        """Returns the given rows of x [rows, dim], as many as a far tile has, in the memory of scores."""
+        return torch.index_select(x, 0, rows, out=self.scratch(0, len(rows), self.dim))
 
     def far_rows(self, wanted: Tensor) -> FarRows:
         """Returns the rows where wanted, bool [queries, group], is set and a key lies beyond window and sinks."""

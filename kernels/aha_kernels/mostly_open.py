@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import torch
 
-from aha_kernels.banded import row_products
+from aha_kernels.banded import changes
 from aha_kernels.call import Activations, Gradients
 from aha_kernels.far_pass import GradientSums, probe_rows
 from aha_kernels.flash import flash_backward, flash_forward
-from aha_kernels.group import LOG2E, Group, all_finite
+from aha_kernels.group import Group, all_finite
 from aha_kernels.near_pass import near_backward, near_forward
 from aha_kernels.problem import Problem
 
@@ -32,7 +32,7 @@ def mostly_open_forward(part: Activations, problem: Problem) -> bool:
     if not all_finite(here, lse_here):
         return False
     part.out.copy_(torch.where(opens[..., None], everything, here.view_as(part.out)))
-    part.lse.copy_(torch.where(opens, lse_all, lse_here.view_as(part.lse) / LOG2E))
+    part.lse.copy_(torch.where(opens, lse_all, lse_here.view_as(part.lse)))
     return True
 
 
@@ -40,21 +40,19 @@ def mostly_open_backward(part: Activations, grads: Gradients, problem: Problem) 
     """Writes the gradients of one segment and KV group; arguments and result as banded_backward."""
     opens = part.opens
     all_open = bool(opens.all())
-    if not all_open or grads.route is not None:
-        work = Group(part.q, part.k, part.v, problem, part.lse.dtype)
-        d_out, lse = work.rows(grads.out), work.column(part.lse).mul_(LOG2E)
-        delta = row_products(work, d_out, work.rows(part.out))
+    work = Group(part.q, part.k, part.v, problem, part.lse.dtype, gradients=True)
+    d_out, out, lse = work.rows(grads.out), work.rows(part.out), work.column(part.lse)
     if grads.route is not None:
-        d_route = torch.zeros_like(delta)
-        probed = grads.probes is None or all_open
-        if not probed and not probe_rows(work, grads.probes, d_out, delta, lse, d_route):
+        d_route = torch.zeros_like(lse)
+        unprobed = grads.probes is None or all_open
+        if not unprobed and not probe_rows(work, grads.probes, d_out, out, lse, d_route):
             return False
         here, lse_here = torch.empty_like(d_out), torch.empty_like(lse)
         near_forward(work, here, lse_here)
         if not all_finite(here, lse_here):
             return False
         rows = work.far_rows(opens).rows
-        d_route[rows] = (delta - row_products(work, d_out, here))[rows]
+        d_route[rows] = changes(work, d_out, here, out)[rows]
         grads.route.copy_(d_route.view_as(grads.route))
     d_q, d_k, d_v = flash_backward(
         grads.out, part.q, part.k, part.v, opens, part.out, part.lse, problem.softmax_scale
@@ -63,8 +61,8 @@ def mostly_open_backward(part: Activations, grads: Gradients, problem: Problem) 
     grads.k.add_(d_k)
     grads.v.add_(d_v)
     if not all_open:
-        lse.masked_fill_(opens.reshape(-1, 1), float("inf"))
-        sums = GradientSums(d_out, lse, delta, torch.empty_like(d_out), grads.k, grads.v, near=None)
+        lse = lse.masked_fill(opens.reshape(-1, 1), float("inf"))
+        sums = GradientSums(d_out, out, lse, torch.empty_like(d_out), grads.k, grads.v, near=None)
         near_backward(work, sums)
         grads.q.add_(sums.queries.view_as(grads.q))
     return True

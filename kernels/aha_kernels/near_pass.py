@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aha_kernels.far_pass import GradientSums, add_far, far_backward
-from aha_kernels.group import Group
+from aha_kernels.far_pass import GradientSums, add_far, far_backward, row_products
+from aha_kernels.group import LOG2E, Group
 from aha_kernels.tiles import NearBand
 
 
@@ -25,10 +25,10 @@ class _Batch:
             self.transposed = list(zip(self.scores.mT.unbind(), self.d_scores.mT.unbind(), strict=True))
 
     def weights(self, queries: Tensor, keys_t: Tensor, reference: Tensor) -> Tensor:
-        """Returns 2^(score - reference) [tiles, rows, keys]; queries [tiles, rows, dim], keys_t [tiles, dim, keys],
+        """Returns e^(score - reference) [tiles, rows, keys]; queries [tiles, rows, dim], keys_t [tiles, dim, keys],
         reference [tiles, rows, 1].
         """
-        torch.baddbmm(reference, queries, keys_t, beta=-1, alpha=self.factor, out=self.scores)
+        torch.baddbmm(reference, queries, keys_t, beta=-LOG2E, alpha=self.factor, out=self.scores)
         for part, hidden in self.edges:
             part.add_(hidden)
         return self.scores.exp2_()
@@ -41,7 +41,7 @@ def _batches_of(work: Group, band: NearBand, backward: bool = False) -> dict[int
 
 
 def near_forward(work: Group, out: Tensor, lse: Tensor) -> None:
-    """Writes *here* attention of every row to out [rows, dim], its log-sum-exp in units of ln 2 to lse [rows, 1].
+    """Writes *here* attention of every row to out [rows, dim], its log-sum-exp to lse [rows, 1].
 
     Both are in the compute dtype, and not finite where scores leave its range.
     """
@@ -54,11 +54,11 @@ def near_forward(work: Group, out: Tensor, lse: Tensor) -> None:
         for q, o, total, own, k_t, v in band.batches(*views):
             # The score with the own key: [tiles, queries, group, dim] -> [tiles, rows, 1]
             products = q.unflatten(1, (band.queries, work.group)) * own
-            reference = products.sum(-1).view_as(total).mul_(work.factor)
+            reference = products.sum(-1).view_as(total).mul_(work.softmax_scale)
             weights = memory[len(q)].weights(q, k_t, reference)
             torch.sum(weights, -1, keepdim=True, out=total)
             torch.div(torch.bmm(weights, v, out=work.scratch(1, *q.shape)), total, out=o)
-            total.log2_().add_(reference)
+            total.log_().add_(reference)
     add_far(work, work.sink_rows(), 0, work.sinks, out, lse)
 
 
@@ -66,7 +66,7 @@ def near_backward(work: Group, sums: GradientSums) -> None:
     """Writes sums.queries and sums.near, adds to the others over near keys and sinks."""
     for band in work.bands:
         memory = _batches_of(work, band, backward=True)
-        of_rows = (work.queries, sums.d_out, sums.lse, sums.delta, sums.queries)
+        of_rows = (work.queries, sums.d_out, sums.out, sums.lse, sums.queries)
         queries, d_outs, *rows = (band.rows(x, work.group) for x in of_rows)
         of_keys = (work.keys, work.values, sums.keys, sums.values)
         keys, values, d_keys, d_values = (band.keys(x) for x in of_keys)
@@ -75,8 +75,9 @@ def near_backward(work: Group, sums: GradientSums) -> None:
         # Tiles overlap in their keys, so that their sums over rows are a product each.
         tile = zip(*(x.unbind() for x in (queries, d_outs, d_keys, d_values)), strict=True)
         views = (queries, d_outs, *rows, keys, keys.mT, values.mT)
-        for q, d_out, lse, delta, d_q, k, k_t, v_t in band.batches(*views):
+        for q, d_out, out, lse, d_q, k, k_t, v_t in band.batches(*views):
             batch = memory[len(q)]
+            delta = row_products(work, d_out, out)  # in the memory that the weights take next
             weights, d_scores = batch.weights(q, k_t, lse), batch.d_scores
             torch.baddbmm(delta, d_out, v_t, beta=-1, out=d_scores).mul_(weights)
             torch.baddbmm(d_q, d_scores, k, beta=0, alpha=work.softmax_scale, out=d_q)

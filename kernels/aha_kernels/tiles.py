@@ -14,8 +14,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-FAR_ROWS, FAR_KEYS = 320, 192  # a tile of scores that stays in the second-level cache
-NEAR_SCORES = 60 * 1024  # scores of one batch of near tiles, likewise
+# A tile of scores of far rows, and the scores of one batch of near tiles: with the gradients of as many scores they
+# stay near the second-level cache; twice as many do where no gradients are.
+FAR_ROWS, FAR_KEYS, NEAR_SCORES = 384, 224, 384 * 224
+BATCHES = 16  # of tiles in a band, whose views exist at the same time: together they are not small
 
 
 @dataclass(frozen=True)
@@ -93,9 +95,9 @@ def near_tile_queries(window: int, group: int) -> int:
     return max(16, wanted // group)
 
 
-def near_bands(rows: int, keys: int, window: int, group: int) -> list[NearBand]:
-    """Returns bands that cover each query's last ``window`` keys: single tiles while windows grow, then one band of
-    equal tiles and the rest.
+def near_bands(rows: int, keys: int, window: int, group: int, scores: int) -> list[NearBand]:
+    """Returns bands that cover each query's last ``window`` keys: single tiles while windows grow, then bands of equal
+    tiles, about ``scores`` scores of them computed at once, and the rest.
     """
     size, start = near_tile_queries(window, group), keys - rows
     bands, query = [], 0
@@ -104,7 +106,8 @@ def near_bands(rows: int, keys: int, window: int, group: int) -> list[NearBand]:
         whole = (rows - query) // size if position >= window else 0
         if whole:
             width = window + size
-            at_once = max(1, min(whole, NEAR_SCORES // (size * group * width)))
+            at_once = max(1, min(whole, scores // (size * group * width)))
+            whole = min(whole, BATCHES * at_once)
             bands.append(NearBand(query, size, whole, position - window, width, window, at_once))
             query += whole * size
             continue
@@ -116,10 +119,13 @@ def near_bands(rows: int, keys: int, window: int, group: int) -> list[NearBand]:
 
 @dataclass(frozen=True)
 class FarTile:
-    """Rows ``row ..`` of a block of far rows against the ``index``-th keys; the first ``ragged`` rows see a part."""
+    """Rows ``row ..`` of a block of far rows against the ``index``-th keys, from ``key`` on; the first ``ragged`` rows
+    see a part.
+    """
 
     row: int
     index: int
+    key: int
     ragged: int
 
 
@@ -144,18 +150,17 @@ class FarRows:
         limit = limit if last_key is None else min(last_key, limit)
         return slice(first_key, max(first_key, limit))
 
-    def tiles(self, keys: slice) -> list[FarTile]:
-        """Returns the tiles of one block over keys, FAR_KEYS at a time, each of which a suffix of the rows sees."""
-        borders = torch.arange(keys.start, keys.stop, FAR_KEYS, device=self.stops.device)
+    def tiles(self, keys: slice, at_once: int) -> list[FarTile]:
+        """Returns the tiles of one block over keys, ``at_once`` at a time, each of which a suffix of the rows sees."""
+        borders = torch.arange(keys.start, keys.stop, at_once, device=self.stops.device)
         begins = torch.searchsorted(self.stops, borders, right=True).tolist()
-        wholes = torch.searchsorted(self.stops, (borders + FAR_KEYS).clamp_max(keys.stop)).tolist()
-        pairs = zip(begins, wholes, strict=True)
-        return [FarTile(begin, i, max(0, whole - begin)) for i, (begin, whole) in enumerate(pairs)]
+        wholes = torch.searchsorted(self.stops, (borders + at_once).clamp_max(keys.stop)).tolist()
+        found = zip(begins, borders.tolist(), wholes, strict=True)
+        return [FarTile(row, i, key, max(0, whole - row)) for i, (row, key, whole) in enumerate(found)]
 
-    def hide(self, tile: FarTile, first_key: int, scores: Tensor) -> None:
+    def hide(self, tile: FarTile, scores: Tensor) -> None:
         """Sets scores [rows, keys] of a tile to -inf where a key is not far from its row, in place."""
         if tile.ragged:
             stops = self.stops[tile.row : tile.row + tile.ragged, None]
-            key = first_key + tile.index * FAR_KEYS
-            keys = torch.arange(key, key + scores.shape[1], device=stops.device)
+            keys = torch.arange(tile.key, tile.key + scores.shape[1], device=stops.device)
             scores[: tile.ragged].masked_fill_(keys >= stops, float("-inf"))
