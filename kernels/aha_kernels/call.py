@@ -58,16 +58,22 @@ class Activations(_PerHead):
     """What the forward pass reads and writes.
 
     Args:
-        opens: bool, whether the route is 1.
+        route: 0 or 1, in any dtype.
         out: output, in q's dtype.
         lse: log-sum-exp of the scores of the keys that the route chose, in the compute dtype.
-        lse_here: the same of the near keys; only some methods write and read it.
+        lse_here: the same of the near keys, for the router's gradient; None when that is not wanted. Only some
+            methods write and read it.
     """
 
-    opens: Tensor
+    route: Tensor
     out: Tensor
     lse: Tensor
-    lse_here: Tensor
+    lse_here: Tensor | None
+
+    @property
+    def opens(self) -> Tensor:
+        """Bool, whether the route is 1: made anew each time, because only parts of a call need it at once."""
+        return self.route != 0
 
 
 @dataclass(frozen=True)

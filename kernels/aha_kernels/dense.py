@@ -101,14 +101,15 @@ def dense_forward(call: Activations, problem: Problem, segment: Segment) -> None
         near_lse = near.logsumexp(-1, keepdim=True)
         chosen, chosen_lse = near, near_lse
         if block.has_far:
-            route = block.query_heads(call.opens[..., None], kv_heads).bool()
+            route = block.query_heads(call.route[..., None], kv_heads).bool()
             visible = block.here | (block.everything & route.view(kv_heads, -1, block.here.shape[0], 1))
             chosen = _visible_scores(scores, visible)
             chosen_lse = chosen.logsumexp(-1, keepdim=True)
         result = _probabilities(chosen, chosen_lse) @ block.key_heads(call.v)
         block.store_query_heads(call.out, result)
         block.store_query_heads(call.lse[..., None], chosen_lse)
-        block.store_query_heads(call.lse_here[..., None], near_lse)
+        if call.lse_here is not None:
+            block.store_query_heads(call.lse_here[..., None], near_lse)
 
 
 def dense_backward(call: Activations, grads: Gradients, problem: Problem, segment: Segment) -> None:
@@ -122,7 +123,7 @@ def dense_backward(call: Activations, grads: Gradients, problem: Problem, segmen
         scores = queries @ keys.transpose(1, 2)
         centred = (d_out @ values.transpose(1, 2)).sub_(delta)
 
-        route = block.query_heads(call.opens[..., None], kv_heads).bool().view(kv_heads, -1, rows, 1)
+        route = block.query_heads(call.route[..., None], kv_heads).bool().view(kv_heads, -1, rows, 1)
         visible = block.here | (block.everything & route)
         weights = _probabilities(
             _visible_scores(scores, visible), block.query_heads(call.lse[..., None], kv_heads)

@@ -51,7 +51,7 @@ def _attention(
     head_offset: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns (out, lse, lse_here): output like q and fp32 log-sum-exps [batch, queries, heads] of chosen
-    and near keys.
+    and near keys; the last is empty where the backward pass does without (see _keeps_near_lse).
     """
     if not route.is_cuda and not bool(((route == 0) | (route == 1)).all()):
         raise InputError(
@@ -70,16 +70,25 @@ def _attention(
         from aha_kernels.triton_path import triton_forward
 
         return triton_forward(q, k, v, route, problem)
-    return torch_forward(q, k, v, route, problem)
+    return torch_forward(q, k, v, route, problem, router_grad_rate)
+
+
+def _keeps_near_lse(backend: str, router_grad_rate: float) -> bool:
+    """Returns whether the third result is kept: the torch path needs it for the router's gradient only."""
+    return backend == "triton" or router_grad_rate > 0.0
 
 
 attention_op = _define("attention", _attention)
 
 
 @torch.library.register_fake("aha_kernels::attention")
-def _attention_fake(q: Tensor, k: Tensor, v: Tensor, route: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _attention_fake(
+    q: Tensor, k: Tensor, v: Tensor, route: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     lse = q.new_empty(q.shape[:3], dtype=compute_dtype(q.dtype))
-    return q.new_empty(q.shape), lse, torch.empty_like(lse)
+    backend, router_grad_rate = options[8:10]
+    lse_here = torch.empty_like(lse) if _keeps_near_lse(backend, router_grad_rate) else lse.new_empty(0)
+    return q.new_empty(q.shape), lse, lse_here
 
 
 def _attention_backward(
@@ -143,6 +152,7 @@ def _attention_backward_fake(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v, route, *options = inputs
+    ctx.set_materialize_grads(False)  # the log-sum-exps have no gradient: no zeros for them
     offsets, key_start, key_end, cu_seqlens = options[4:8]
     seeds = options[11]
     ctx.save_for_backward(q, k, v, route, *output, offsets, key_start, key_end, cu_seqlens, seeds)
@@ -156,8 +166,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(
-    ctx: Any, grad_out: Tensor, _lse: Tensor | None, _here: Tensor | None
+    ctx: Any, grad_out: Tensor | None, _lse: Tensor | None, _here: Tensor | None
 ) -> tuple[Tensor | None, ...]:
+    if grad_out is None:
+        return (None,) * 18
     q, k, v, route, out, lse, lse_here, offsets, key_start, key_end, cu_seqlens, seeds = ctx.saved_tensors
     window, softmax_scale, num_sink_tokens, query_offset = ctx.scalars
     rate = ctx.rate if ctx.needs_input_grad[3] else 0.0

@@ -35,14 +35,16 @@ def threads_for(problem: Problem, q: Tensor, k: Tensor) -> int:
 
 
 def torch_forward(
-    q: Tensor, k: Tensor, v: Tensor, route: Tensor, problem: Problem
+    q: Tensor, k: Tensor, v: Tensor, route: Tensor, problem: Problem, router_grad_rate: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns output and the log-sum-exps of chosen and near keys, as the operator in aha_kernels.ops."""
     lse = q.new_full(q.shape[:3], float("-inf"), dtype=compute_dtype(q.dtype))
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    call = Activations(q, k, v, route.bool(), out, lse, lse.clone())
+    segments = problem.segments(q.shape[0], q.shape[1], k.shape[1])
+    out = _per_query(q, segments)
+    lse_here = lse.clone() if router_grad_rate > 0.0 else None
+    call = Activations(q, k, v, route, out, lse, lse_here)
     tasks = []
-    for segment in problem.segments(q.shape[0], q.shape[1], k.shape[1]):
+    for segment in segments:
         if mask_suits(segment, q.device):
             masked_forward(call.of_segment(segment), problem)
         elif takes_bands(segment):
@@ -50,7 +52,14 @@ def torch_forward(
         else:
             dense_forward(call, problem, segment)
     run_all(tasks, threads_for(problem, q, k))
-    return call.out, call.lse, call.lse_here
+    return out, lse, lse.new_empty(0) if lse_here is None else lse_here
+
+
+def _per_query(q: Tensor, segments: list[Segment]) -> Tensor:
+    """Returns a contiguous tensor like q, zero unless the segments cover, and so will write, every query."""
+    whole = sum(segment.num_rows for segment in segments) == q.shape[0] * q.shape[1]
+    make = torch.empty_like if whole else torch.zeros_like
+    return make(q, memory_format=torch.contiguous_format)
 
 
 def _heads(call: Activations, segment: Segment, kv_head: int) -> Iterator[slice]:
@@ -80,11 +89,12 @@ def torch_backward(
     router_grad_rate: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k, v and route, as the operator in aha_kernels.ops."""
-    call = Activations(q, k, v, route.bool(), out, lse, lse_here)
+    call = Activations(q, k, v, route, out, lse, lse_here if router_grad_rate > 0.0 else None)
     if probes is None and router_grad_rate >= 1.0:
         probes = ~call.opens
+    segments = problem.segments(q.shape[0], q.shape[1], k.shape[1])
     grads = Gradients(
-        q=torch.zeros_like(q, memory_format=torch.contiguous_format),
+        q=_per_query(q, segments),
         k=torch.zeros_like(k, memory_format=torch.contiguous_format, dtype=lse.dtype),
         v=torch.zeros_like(v, memory_format=torch.contiguous_format, dtype=lse.dtype),
         out=grad_out,
@@ -92,7 +102,7 @@ def torch_backward(
         probes=probes,
     )
     tasks = []
-    for segment in problem.segments(q.shape[0], q.shape[1], k.shape[1]):
+    for segment in segments:
         if mask_suits(segment, q.device):
             masked_backward(call.of_segment(segment), grads.of_segment(segment), problem)
         elif takes_bands(segment):
