@@ -44,8 +44,8 @@ def mostly_open_backward(part: Activations, grads: Gradients, problem: Problem) 
     d_out, out, lse = work.rows(grads.out), work.rows(part.out), work.column(part.lse)
     if grads.route is not None:
         d_route = torch.zeros_like(lse)
-        unprobed = grads.probes is None or all_open
-        if not unprobed and not probe_rows(work, grads.probes, d_out, out, lse, d_route):
+        probes = None if all_open else grads.probes
+        if probes is not None and not probe_rows(work, probes, d_out, out, lse, d_route):
             return False
         here, lse_here = torch.empty_like(d_out), torch.empty_like(lse)
         near_forward(work, here, lse_here)
