@@ -24,7 +24,7 @@ def banded_forward(part: Activations, problem: Problem) -> bool:
     The last query's own key is the last key.
     """
     work = Group(part.q, part.k, part.v, problem, part.lse.dtype)
-    out, lse = work.accumulator(part.out), work.new_column()
+    out, lse = work.rows(part.out), work.new_column()
     near_forward(work, out, lse)
     if part.lse_here is not None:
         part.lse_here.copy_(lse.view_as(part.lse))
@@ -50,7 +50,7 @@ def banded_backward(part: Activations, grads: Gradients, problem: Problem) -> bo
         if grads.probes is not None and not _probe(work, part, grads.probes, d_out, out, lse, d_route):
             return False
 
-    sums = GradientSums(d_out, out, lse, work.accumulator(grads.q), grads.k, grads.v, near)
+    sums = GradientSums(d_out, out, lse, work.rows(grads.q), grads.k, grads.v, near)
     near_backward(work, sums)
     far = work.far_rows(part.opens)
     far_backward(work, far, work.sinks, None, sums)

@@ -44,7 +44,7 @@ class Group:
         self._views: dict[tuple[int, ...], Tensor] = {}
 
     def rows(self, x: Tensor) -> Tensor:
-        """Returns x [queries, group, ..] in the compute dtype as [rows, ..]."""
+        """Returns x [queries, group, ..] in the compute dtype as [rows, ..]: a view, if dtype and strides allow."""
         return x.to(self.dtype).flatten(0, 1)
 
     def new_column(self) -> Tensor:
@@ -55,14 +55,8 @@ class Group:
         """Returns x [queries, group] as [rows, 1]."""
         return self.rows(x)[:, None]
 
-    def accumulator(self, target: Tensor) -> Tensor:
-        """Returns what to compute target [queries, group, dim] in: its rows, if its dtype and strides allow."""
-        if target.dtype == self.dtype and (self.group == 1 or target.stride(0) == self.group * self.dim):
-            return target.flatten(0, 1)
-        return target.new_empty(target.shape, dtype=self.dtype).flatten(0, 1)
-
     def deliver(self, rows: Tensor, target: Tensor) -> None:
-        """Writes an accumulator to its target, unless it is the target's own memory."""
+        """Writes rows to the target that ``rows`` was asked for, unless they are a view of it."""
         if rows.data_ptr() != target.data_ptr():
             target.copy_(rows.view_as(target))
 

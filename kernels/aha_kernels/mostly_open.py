@@ -27,7 +27,7 @@ def mostly_open_forward(part: Activations, problem: Problem) -> bool:
         part.lse.copy_(lse_all)
         return True
     work = Group(part.q, part.k, part.v, problem, dtype)
-    here, lse_here = work.accumulator(part.out), work.new_column()
+    here, lse_here = work.rows(part.out), work.new_column()
     near_forward(work, here, lse_here)
     if not all_finite(here, lse_here):
         return False

@@ -169,10 +169,11 @@ def test_compiles_into_one_graph() -> None:
         assert torch.equal(x, y)
 
 
-def test_operators_keep_the_rules_of_torch_library() -> None:
+@pytest.mark.parametrize("router_grad_rate", [0.0, 1.0])
+def test_operators_keep_the_rules_of_torch_library(router_grad_rate: float) -> None:
     q = torch.randn(1, 12, 2, 8, requires_grad=True)
     route = torch.ones(1, 12, 2, requires_grad=True)
-    scalars = (4, 0.35, 0, 0, None, None, None, None, "torch", 1.0, 0, None, 0, 0)
+    scalars = (4, 0.35, 0, 0, None, None, None, None, "torch", router_grad_rate, 0, None, 0, 0)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(
         torch.ops.aha_kernels.attention.default, (q, q, q, route, *scalars), test_utils=checks
