@@ -19,7 +19,7 @@ from aha_kernels.problem import Problem, compute_dtype
 from aha_kernels.segments import Segment
 
 SHORT = 224 * 224  # scores per head of a segment up to which one dense pass is faster
-ROWS_AT_ONCE = 16384  # rows, of all heads together, that are copied and computed at a time
+ROWS_AT_ONCE = 16384  # rows, of all heads together, that are computed at a time
 ALONE = 512 * 512  # scores per head of a segment up to which threads cost more than they gain
 
 
@@ -63,7 +63,7 @@ def _per_query(q: Tensor, segments: list[Segment]) -> Tensor:
 
 
 def _heads(call: Activations, segment: Segment, kv_head: int) -> Iterator[slice]:
-    """Yields the query heads of a KV group, few enough at a time that their copies stay small."""
+    """Yields the query heads of a KV group, few enough at a time that copies of them, if any, stay small."""
     return call.heads_of_group(kv_head, max(1, ROWS_AT_ONCE // segment.num_rows))
 
 

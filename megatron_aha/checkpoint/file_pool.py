@@ -86,9 +86,11 @@ class _Task:
     journal: Journal
 
     def kept(self, number: int, advance: Callable[[int], None]) -> FileRecord | None:
+        """Returns the note on a file that an earlier try finished, or None."""
         return self.journal.finished(self.work.names[number])
 
     def written(self, number: int, advance: Callable[[int], None]) -> FileRecord | None:
+        """Writes a file, notes that it is finished, and returns its record."""
         # A worker of a killed process may still hold the old file open: it must not write into the new one.
         path = self.journal.folder / self.work.names[number]
         path.unlink(missing_ok=True)
