@@ -32,12 +32,11 @@ class Layout:
     dp: int = 1
     zero: int = 0
     recompute: str = "none"
+    tied: bool = True
 
     def __str__(self) -> str:
-        sp = "-sp" if self.sp else ""
-        return (
-            f"tp{self.tp}{sp}-pp{self.pp}x{self.vp}-cp{self.cp}-dp{self.dp}-zero{self.zero}-{self.recompute}"
-        )
+        name = f"tp{self.tp}{'-sp' if self.sp else ''}-pp{self.pp}x{self.vp}-cp{self.cp}-dp{self.dp}"
+        return f"{name}-zero{self.zero}-{self.recompute}{'' if self.tied else '-untied'}"
 
     @property
     def ranks(self) -> int:
@@ -63,6 +62,7 @@ class Layout:
         size = 1 if self.pp > 1 or self.dp > 1 else 2
         config = tiny_config(parallel, zero_stage=self.zero, micro_batch_size=size)
         config.model.num_layers = self.layers
+        config.model.tied_embeddings = self.tied
         config.training.recompute = self.recompute
         config.data.blend = ["tiny"]
         return config
@@ -76,7 +76,7 @@ class Layout:
 
 
 def all_layouts(recomputes: tuple[str, ...] = ("none", "selective", "full")) -> Iterator[Layout]:
-    """Yields every combination of at most four ranks, also those that validation refuses."""
+    """Yields every combination of at most four ranks, also those that validation refuses; tied embeddings."""
     for cell in itertools.product(
         (1, 2, 4), (False, True), (1, 2), (1, 2), (1, 2), (1, 2), (0, 1, 2, 3), recomputes
     ):

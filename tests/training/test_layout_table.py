@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from megatron_aha.training.pretrain import main
 
 REFUSED = {layout: problems(layout.config(), layout.ranks) for layout in all_layouts()}
 WORKING = [layout for layout, found in REFUSED.items() if not found]
+UNTIED = [replace(layout, tied=False) for layout in WORKING]
 # What four ranks cannot combine: three factors at a time, and sharding by four with copies.
 EIGHT_RANKS = [
     Layout(tp=2, sp=True, pp=2, cp=2, recompute="selective"),
@@ -28,7 +30,7 @@ EIGHT_RANKS = [
     Layout(tp=2, sp=True, cp=2, dp=2, zero=3),
     Layout(tp=4, sp=True, dp=2, zero=2),
 ]
-FACTORS = ("tp", "sp", "pp", "vp", "cp", "dp", "zero", "recompute")
+FACTORS = ("tp", "sp", "pp", "vp", "cp", "dp", "zero", "recompute", "tied")
 
 
 def pairwise(layouts: Iterable[Layout]) -> list[Layout]:
@@ -88,10 +90,10 @@ def step_difference(one: StepResult, other: StepResult) -> list[str]:
 
 def compare_with_one_process(layouts: list[Layout], steps: int) -> dict[str, list[str]]:
     """Trains the layouts; returns by layout what differs from one process, for those where anything does."""
-    depths = sorted({layout.layers for layout in layouts})
+    models = sorted({(layout.layers, layout.tied) for layout in layouts})
     # One sample at a time, which no layout of several ranks without stages does.
-    configs = [Layout(pp=depth // LAYERS_PER_STAGE).alone() for depth in depths]
-    alone = dict(zip(depths, run_distributed(measure, 1, configs, steps)[0], strict=True))
+    configs = [Layout(pp=layers // LAYERS_PER_STAGE, tied=tied).alone() for layers, tied in models]
+    alone = dict(zip(models, run_distributed(measure, 1, configs, steps)[0], strict=True))
     for reference in alone.values():
         router = reference.run.steps[0].router
         assert router is not None
@@ -99,15 +101,20 @@ def compare_with_one_process(layouts: list[Layout], steps: int) -> dict[str, lis
         assert reference.smallest_logit > 1e-4
     results = measured(layouts, steps)
     print(f"{len(results)} layouts, smallest logit {min(x.smallest_logit for x in alone.values()):.1e}")
-    found = {str(layout): difference(mine, alone[layout.layers]) for layout, mine in results.items()}
+    found = {
+        str(layout): difference(mine, alone[layout.layers, layout.tied]) for layout, mine in results.items()
+    }
     return {layout: told for layout, told in found.items() if told}
 
 
 @pytest.mark.parametrize(
     ("layouts", "steps"),
     [
-        pytest.param(pairwise(WORKING), 2, id="pairwise", marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
+        pytest.param(
+            pairwise(WORKING + UNTIED), 2, id="pairwise", marks=[pytest.mark.slow, pytest.mark.timeout(600)]
+        ),
         pytest.param(WORKING, 1, id="all", marks=[pytest.mark.exhaustive, pytest.mark.timeout(3600)]),
+        pytest.param(UNTIED, 1, id="all-untied", marks=[pytest.mark.exhaustive, pytest.mark.timeout(3600)]),
         pytest.param(WORKING, 5, id="all-5-steps", marks=[pytest.mark.exhaustive, pytest.mark.timeout(7200)]),
     ],
 )
