@@ -12,7 +12,7 @@ FlexAttention computes the same routes beside them, compiled by torch (needs a c
 from __future__ import annotations
 
 import argparse
-import ctypes
+import itertools
 import json
 import statistics
 import time
@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from aha_kernels import aha_attention, aha_decode
 
@@ -93,8 +94,8 @@ class Meter:
         return [statistics.median(column) for column in zip(*times, strict=True)]
 
     def peak_mib(self, step: Step) -> float:
-        """Returns the peak memory of a run above what was held before, in MiB (CPU: resident set; Linux
-        only).
+        """Returns the most memory that PyTorch's allocator held at any time of a run, above what it held before, in
+        MiB.
         """
         if self.cuda:
             torch.cuda.synchronize()
@@ -103,18 +104,12 @@ class Meter:
             step()
             torch.cuda.synchronize()
             return (torch.cuda.max_memory_allocated() - before) / 2**20
-        reset, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
-        if not reset.exists():
-            return float("nan")
-        ctypes.CDLL(None).malloc_trim(0)  # memory that earlier runs have freed would hide what this one needs
-        reset.write_text("5")
-        before = _status_kib(status, "VmRSS")
-        step()
-        return (_status_kib(status, "VmHWM") - before) / 1024
-
-
-def _status_kib(status: Path, key: str) -> int:
-    return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(key))
+        # Not the resident set: the kernel counts it in steps of a quarter of a MiB per processor.
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            step()
+        events = profiler.profiler.kineto_results.events()
+        changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+        return max(0, *itertools.accumulate(change for _, change in changes)) / 2**20
 
 
 def dense_peers(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Tensor]]:
@@ -329,7 +324,7 @@ def table(rows: list[Row]) -> str:
             f"{r.peer_ms:.2f}",
         ]
         cells += [f"{r.flex_ms:.2f}", f"{r.ratio:.2f}", f"{r.ideal:.2f}", f"{r.share_of_ideal:.0%}"]
-        cells += [f"{r.ours_mib:.0f}", f"{r.peer_mib:.0f}"]
+        cells += [f"{r.ours_mib:.1f}", f"{r.peer_mib:.1f}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -24,7 +24,7 @@ def banded_forward(part: Activations, problem: Problem) -> bool:
     The last query's own key is the last key.
     """
     work = Group(part.q, part.k, part.v, problem, part.lse.dtype)
-    out, lse = work.rows(part.out), work.new_column()
+    out, lse = work.rows(part.out), work.column(part.lse)
     near_forward(work, out, lse)
     if part.lse_here is not None:
         part.lse_here.copy_(lse.view_as(part.lse))
@@ -32,13 +32,13 @@ def banded_forward(part: Activations, problem: Problem) -> bool:
     if not all_finite(out, lse):
         return False
     work.deliver(out, part.out)
-    part.lse.copy_(lse.view_as(part.lse))
+    work.deliver(lse, part.lse)
     return True
 
 
 def banded_backward(part: Activations, grads: Gradients, problem: Problem) -> bool:
     """Writes the gradients of one segment and KV group; nothing, and returns False, as in banded_forward."""
-    work = Group(part.q, part.k, part.v, problem, part.lse.dtype, gradients=True)
+    work = Group(part.q, part.k, part.v, problem, part.lse.dtype)
     d_out, out, lse = work.rows(grads.out), work.rows(part.out), work.column(part.lse)
     share = near = d_route = None
     if grads.route is not None and part.lse_here is not None:
@@ -77,7 +77,7 @@ def _probe(
 
 def changes(work: Group, d_out: Tensor, old: Tensor, new: Tensor) -> Tensor:
     """Returns ``<d_out, new - old>`` of each row [rows, dim]: [rows, 1]."""
-    result = work.new_column()
+    result = old.new_empty(len(old), 1)
     for band in work.bands:
         for d_o, x, y, to in band.batches(*(band.rows(x, work.group) for x in (d_out, old, new, result))):
             to.copy_(row_products(work, d_o, torch.sub(y, x, out=work.scratch(1, *x.shape))))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from aha_kernels.group import LOG2E, Group, all_finite
-from aha_kernels.tiles import FarRows, FarTile
+from aha_kernels.tiles import FAR_KEYS, FarRows, FarTile
 
 
 def _far_weights(
@@ -26,13 +26,13 @@ def _far_sums(
 ) -> tuple[Tensor, Tensor]:
     """Returns the sums of weight * value [rows, dim] and of weights [rows, 1] over the far keys of one block of rows.
 
-    Weights are relative to the keys whose log-sum-exp is lse [rows, 1].
+    Weights are relative to the keys whose log-sum-exp is lse [rows, 1]. Takes the buffers 0, 2 and 3.
     """
-    queries = work.queries[rows.rows]
-    sums, totals = torch.zeros_like(queries), torch.zeros_like(lse)
+    queries = work.taken(work.queries, rows.rows, 2)
+    sums, totals = work.scratch(3, *queries.shape).zero_(), torch.zeros_like(lse)
     seen = rows.keys(first_key, last_key)
-    keys, values = work.keys[seen].split(work.far_keys), work.values[seen].split(work.far_keys)
-    for tile in rows.tiles(seen, work.far_keys):
+    keys, values = work.keys[seen].split(FAR_KEYS), work.values[seen].split(FAR_KEYS)
+    for tile in rows.tiles(seen, FAR_KEYS):
         at = slice(tile.row, None)
         weights = _far_weights(work, rows, tile, queries[at], keys[tile.index], lse[at])
         sums[at].addmm_(weights, values[tile.index])
@@ -47,7 +47,7 @@ def add_far(
     for block in rows.blocks():
         at = block.rows
         sums, totals = _far_sums(work, block, lse[at], first_key, last_key)
-        out[at] = sums.add_(out[at]).div_(1 + totals)
+        out[at] = sums.add_(work.taken(out, at, 0)).div_(1 + totals)
         lse[at] += totals.log1p_()
 
 
@@ -95,13 +95,13 @@ def _block_backward(
     score_sums: Tensor | None,
 ) -> None:
     rows = block.rows
-    queries, d_out, lse = work.queries[rows], sums.d_out[rows], sums.lse[rows]
-    delta = row_products(work, d_out, work.taken(sums.out, rows))
-    d_queries, totals = torch.zeros_like(queries), torch.zeros_like(lse)
+    queries, d_out, lse = work.taken(work.queries, rows, 2), work.taken(sums.d_out, rows, 3), sums.lse[rows]
+    delta = row_products(work, d_out, work.taken(sums.out, rows, 0))
+    d_queries, totals = work.taken(sums.queries, rows, 4), torch.zeros_like(lse)
     seen = block.keys(first_key, last_key)
     of_keys = (work.keys, work.values, sums.keys, sums.values)
-    pieces = list(zip(*(x[seen].split(work.far_keys) for x in of_keys), strict=True))
-    for tile in block.tiles(seen, work.far_keys):
+    pieces = list(zip(*(x[seen].split(FAR_KEYS) for x in of_keys), strict=True))
+    for tile in block.tiles(seen, FAR_KEYS):
         at, (k, v, d_k, d_v) = slice(tile.row, None), pieces[tile.index]
         q, d_o = queries[at], d_out[at]
         weights = _far_weights(work, block, tile, q, k, lse[at])
@@ -112,7 +112,7 @@ def _block_backward(
         d_queries[at].addmm_(d_scores, k, alpha=work.softmax_scale)
         if score_sums is not None:
             totals[at] += d_scores.sum(-1, keepdim=True)
-    sums.queries[rows] = d_queries.add_(work.taken(sums.queries, rows))
+    sums.queries[rows] = d_queries
     if score_sums is not None:
         score_sums[rows] += totals
 
@@ -126,8 +126,8 @@ def probe_rows(work: Group, probes: Tensor, d_out: Tensor, out: Tensor, lse: Ten
         rows = block.rows
         sums, totals = _far_sums(work, block, lse[rows], work.sinks, None)
         finite = finite and all_finite(sums, totals)
-        row_d_out = d_out[rows]
-        delta = row_products(work, row_d_out, work.taken(out, rows))
+        row_d_out = work.taken(d_out, rows, 4)
+        delta = row_products(work, row_d_out, work.taken(out, rows, 0))
         # sums is weight * O_far relative to the near weight 1
         d_route[rows] = (row_products(work, sums, row_d_out) - totals * delta) / (1 + totals)
     return finite

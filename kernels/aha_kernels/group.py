@@ -1,4 +1,4 @@
-"""One segment and KV group of a long call as matrices, and memory for the scores of one tile.
+"""One segment and KV group of a long call as matrices, and memory for one tile.
 
 Scores are taken relative to a number known beforehand for each row (forward: its score with its own key, then its
 log-sum-exp so far; backward: its log-sum-exp). So near and far parts need no running maximum and merge by
@@ -12,12 +12,13 @@ for one tile.
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from aha_kernels.problem import Problem
-from aha_kernels.tiles import FAR_KEYS, FAR_ROWS, NEAR_SCORES, FarRows, near_bands
+from aha_kernels.tiles import FAR_KEYS, FAR_ROWS, FarRows, near_bands
 
 LOG2E = math.log2(math.e)
 
@@ -25,34 +26,23 @@ LOG2E = math.log2(math.e)
 class Group:
     """Rows [queries * group, dim] and keys and values [keys, dim] of one segment and KV group."""
 
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, dtype: torch.dtype, gradients: bool = False
-    ) -> None:
-        """q [queries, group, dim]; k, v [keys, dim]; dtype is what everything is computed in; gradients says whether
-        tiles hold gradients beside the scores.
-        """
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, dtype: torch.dtype) -> None:
+        """q [queries, group, dim]; k, v [keys, dim]; dtype is what everything is computed in."""
         self.num_queries, self.group, self.dim = q.shape
         self.num_keys, self.dtype = k.shape[0], dtype
         self.queries, self.keys, self.values = self.rows(q), k.to(dtype), v.to(dtype)
         self.softmax_scale = problem.softmax_scale
         self.factor = problem.softmax_scale * LOG2E  # makes queries give scores in units of ln 2
         self.window, self.sinks = problem.window, min(problem.num_sink_tokens, self.num_keys)
-        self.far_keys = FAR_KEYS if gradients else 2 * FAR_KEYS  # of one tile
-        scores = NEAR_SCORES if gradients else 2 * NEAR_SCORES
-        self.bands = near_bands(self.num_queries, self.num_keys, self.window, self.group, scores)
-        self._memory: dict[int, Tensor] = {}
+        self.bands = near_bands(self.num_queries, self.num_keys, self.window, self.group)
         self._views: dict[tuple[int, ...], Tensor] = {}
 
     def rows(self, x: Tensor) -> Tensor:
         """Returns x [queries, group, ..] in the compute dtype as [rows, ..]: a view, if dtype and strides allow."""
         return x.to(self.dtype).flatten(0, 1)
 
-    def new_column(self) -> Tensor:
-        """Returns a number for each row, [rows, 1], not initialised."""
-        return self.keys.new_empty(self.num_queries * self.group, 1)
-
     def column(self, x: Tensor) -> Tensor:
-        """Returns x [queries, group] as [rows, 1]."""
+        """Returns x [queries, group] as [rows, 1]; a view as in rows."""
         return self.rows(x)[:, None]
 
     def deliver(self, rows: Tensor, target: Tensor) -> None:
@@ -60,20 +50,27 @@ class Group:
         if rows.data_ptr() != target.data_ptr():
             target.copy_(rows.view_as(target))
 
+    @cached_property
+    def _memory(self) -> tuple[Tensor, ...]:
+        """The buffers of scratch: two for scores, three for rows of a far tile, in one piece."""
+        largest = max(band.largest_batch(self.group, self.dim) for band in self.bands)
+        scores = max(largest, FAR_ROWS * max(self.dim, min(FAR_KEYS, self.num_keys)))
+        sizes = [scores] * 2 + [FAR_ROWS * self.dim] * 3
+        return self.keys.new_empty(sum(sizes)).split(sizes)
+
     def scratch(self, buffer: int, *shape: int) -> Tensor:
-        """Returns one of two tensors that every tile reuses, so that they stay in the cache; not initialised."""
+        """Returns one of five tensors that every tile reuses, so that they stay in the cache; not initialised.
+
+        Buffers 0 and 1 hold the scores of a tile, 2 to 4 [rows, dim] of a far tile.
+        """
         key = (buffer, *shape)
         if key not in self._views:
-            if buffer not in self._memory:
-                largest = max(band.largest_batch(self.group, self.dim) for band in self.bands)
-                far = FAR_ROWS * max(self.dim, min(self.far_keys, self.num_keys))
-                self._memory[buffer] = self.keys.new_empty(max(largest, far))
             self._views[key] = self._memory[buffer][: math.prod(shape)].view(shape)
         return self._views[key]
 
-    def taken(self, x: Tensor, rows: Tensor) -> Tensor:
-        """Returns the given rows of x [rows, dim], as many as a far tile has, in the memory of scores."""
-        return torch.index_select(x, 0, rows, out=self.scratch(0, len(rows), self.dim))
+    def taken(self, x: Tensor, rows: Tensor, buffer: int) -> Tensor:
+        """Returns the given rows of x [rows, dim], as many as a far tile has, in a buffer of scratch."""
+        return torch.index_select(x, 0, rows, out=self.scratch(buffer, len(rows), self.dim))
 
     def far_rows(self, wanted: Tensor) -> FarRows:
         """Returns the rows where wanted, bool [queries, group], is set and a key lies beyond window and sinks."""

@@ -27,7 +27,7 @@ def mostly_open_forward(part: Activations, problem: Problem) -> bool:
         part.lse.copy_(lse_all)
         return True
     work = Group(part.q, part.k, part.v, problem, dtype)
-    here, lse_here = work.rows(part.out), work.new_column()
+    here, lse_here = work.rows(part.out), work.column(part.lse)
     near_forward(work, here, lse_here)
     if not all_finite(here, lse_here):
         return False
@@ -40,7 +40,7 @@ def mostly_open_backward(part: Activations, grads: Gradients, problem: Problem) 
     """Writes the gradients of one segment and KV group; arguments and result as banded_backward."""
     opens = part.opens
     all_open = bool(opens.all())
-    work = Group(part.q, part.k, part.v, problem, part.lse.dtype, gradients=True)
+    work = Group(part.q, part.k, part.v, problem, part.lse.dtype)
     d_out, out, lse = work.rows(grads.out), work.rows(part.out), work.column(part.lse)
     if grads.route is not None:
         d_route = torch.zeros_like(lse)

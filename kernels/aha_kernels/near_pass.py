@@ -53,7 +53,8 @@ def near_forward(work: Group, out: Tensor, lse: Tensor) -> None:
         views = (*rows, band.rows(own_keys, 1), keys_t, values)
         for q, o, total, own, k_t, v in band.batches(*views):
             # The score with the own key: [tiles, queries, group, dim] -> [tiles, rows, 1]
-            products = q.unflatten(1, (band.queries, work.group)) * own
+            by_query = q.unflatten(1, (band.queries, work.group))
+            products = torch.mul(by_query, own, out=work.scratch(1, *by_query.shape))
             reference = products.sum(-1).view_as(total).mul_(work.softmax_scale)
             weights = memory[len(q)].weights(q, k_t, reference)
             torch.sum(weights, -1, keepdim=True, out=total)

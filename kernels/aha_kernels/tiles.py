@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 # A tile of scores of far rows, and the scores of one batch of near tiles: with the gradients of as many scores they
-# stay near the second-level cache; twice as many do where no gradients are.
-FAR_ROWS, FAR_KEYS, NEAR_SCORES = 384, 224, 384 * 224
+# stay in the second-level cache.
+FAR_ROWS, FAR_KEYS, NEAR_SCORES = 320, 192, 320 * 192
 BATCHES = 16  # of tiles in a band, whose views exist at the same time: together they are not small
 
 
@@ -95,9 +95,9 @@ def near_tile_queries(window: int, group: int) -> int:
     return max(16, wanted // group)
 
 
-def near_bands(rows: int, keys: int, window: int, group: int, scores: int) -> list[NearBand]:
+def near_bands(rows: int, keys: int, window: int, group: int) -> list[NearBand]:
     """Returns bands that cover each query's last ``window`` keys: single tiles while windows grow, then bands of equal
-    tiles, about ``scores`` scores of them computed at once, and the rest.
+    tiles, about NEAR_SCORES scores of them computed at once, and the rest.
     """
     size, start = near_tile_queries(window, group), keys - rows
     bands, query = [], 0
@@ -106,7 +106,7 @@ def near_bands(rows: int, keys: int, window: int, group: int, scores: int) -> li
         whole = (rows - query) // size if position >= window else 0
         if whole:
             width = window + size
-            at_once = max(1, min(whole, scores // (size * group * width)))
+            at_once = max(1, min(whole, NEAR_SCORES // (size * group * width)))
             whole = min(whole, BATCHES * at_once)
             bands.append(NearBand(query, size, whole, position - window, width, window, at_once))
             query += whole * size
