@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 # A tile of scores of far rows, and the scores of one batch of near tiles: with the gradients of as many scores they
-# stay in the second-level cache.
-FAR_ROWS, FAR_KEYS, NEAR_SCORES = 320, 192, 320 * 192
+# stay in the second-level cache. The latter are four tiles of 64 queries under a window of 256.
+FAR_ROWS, FAR_KEYS, NEAR_SCORES = 384, 208, 4 * 64 * 320
 BATCHES = 16  # of tiles in a band, whose views exist at the same time: together they are not small
 
 
