@@ -94,8 +94,8 @@ class Meter:
         return [statistics.median(column) for column in zip(*times, strict=True)]
 
     def peak_mib(self, step: Step) -> float:
-        """Returns the most memory that PyTorch's allocator held at any time of a run, above what it held before, in
-        MiB.
+        """Returns the most memory that PyTorch's allocator held at any time of a run (on a CPU: of a run on one
+        thread), above what it held before, in MiB.
         """
         if self.cuda:
             torch.cuda.synchronize()
@@ -104,9 +104,13 @@ class Meter:
             step()
             torch.cuda.synchronize()
             return (torch.cuda.max_memory_allocated() - before) / 2**20
-        # Not the resident set: the kernel counts it in steps of a quarter of a MiB per processor.
+        # Not the resident set: the kernel counts it in steps of a quarter of a MiB per processor. The profiler sees one
+        # thread.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             step()
+        torch.set_num_threads(threads)
         events = profiler.profiler.kineto_results.events()
         changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
         return max(0, *itertools.accumulate(change for _, change in changes)) / 2**20

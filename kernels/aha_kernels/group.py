@@ -55,7 +55,9 @@ class Group:
         """The buffers of scratch: two for scores, three for rows of a far tile, in one piece."""
         largest = max(band.largest_batch(self.group, self.dim) for band in self.bands)
         scores = max(largest, FAR_ROWS * max(self.dim, min(FAR_KEYS, self.num_keys)))
-        sizes = [scores] * 2 + [FAR_ROWS * self.dim] * 3
+        sizes = [
+            -(-size // 16) * 16 for size in [scores] * 2 + [FAR_ROWS * self.dim] * 3
+        ]  # whole cache lines
         return self.keys.new_empty(sum(sizes)).split(sizes)
 
     def scratch(self, buffer: int, *shape: int) -> Tensor:

@@ -25,6 +25,7 @@ def _pool(workers: int) -> ThreadPoolExecutor:
             ready = threading.Barrier(workers + 1)
 
             def start() -> None:
+                torch.get_num_threads()  # what a thread's first operator would do later, and undo the next line
                 torch.set_num_threads(1)  # of this worker alone
                 ready.wait()
 
