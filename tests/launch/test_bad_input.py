@@ -94,3 +94,8 @@ def test_a_run_is_not_continued_for_another_model(checkpoint: str, tmp_path: Pat
     assert "num_layers is 4 there, and 6 in the latter; choose another --checkpoint.directory" in line
     # what the run started from may be gone by now
     assert main([*arguments, "--checkpoint.init_from", "gone"]) == 0
+
+
+def test_ranks_that_do_not_fit_name_the_size_that_was_typed() -> None:
+    (line,) = sentences(*DATA, *FP32, "--parallel.pipeline_model_parallel_size", "2")
+    assert line.endswith("start 2 or change --parallel.pipeline_model_parallel_size")
