@@ -88,7 +88,7 @@ def sha256(path: Path) -> str:
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turns a full disk, a quota or a missing permission while writing `path` into a UserError."""
+    """Turns a full disk, a missing permission or a file in the way while writing `path` into a UserError."""
     try:
         yield
     except OSError as error:
@@ -103,6 +103,11 @@ def disk_errors(path: Path) -> Iterator[None]:
             raise UserError(
                 f"no space left on disk while writing {path} ({free / 2**20:.0f} MiB free): "
                 "free some space or choose another folder; older checkpoints are untouched"
+            ) from error
+        if code in (errno.ENOTDIR, errno.EEXIST):
+            file = next((place for place in [path, *path.parents] if place.is_file()), path)
+            raise UserError(
+                f"cannot write {path}: {file} is a file, not a folder; choose another folder"
             ) from error
         if code in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise UserError(f"may not write {path}: choose a folder that you may write") from error

@@ -130,6 +130,6 @@ def _extract_fp32(options: argparse.Namespace) -> int:
 
 
 def _file_bytes(options: argparse.Namespace) -> int:
-    if not options.file_gb > 0:
-        raise UserError(f"--file-gb is {options.file_gb}, and must be above 0")
+    if not 0 < options.file_gb < math.inf:
+        raise UserError(f"--file-gb is {options.file_gb}, and must be a number above 0; use 5 for 5 GB")
     return max(int(options.file_gb * 10**9), 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import types
 import typing
@@ -90,7 +91,10 @@ def suggest(name: str) -> str:
         return f"; did you mean '{FOREIGN_NAMES[last]}'?"
     elsewhere = [known for known in fields if known.split(".")[-1] == last]
     if elsewhere:
-        return f"; did you mean '{elsewhere[0]}'?"
+        # a section mistyped: `trainig.lr` is not `aha.lr`
+        alike = difflib.get_close_matches(name, elsewhere, n=1, cutoff=0.0) if sections else elsewhere
+        closest = alike[0]
+        return f"; did you mean '{closest}'?"
     parent = ".".join(sections)
     siblings = [known for known in fields if known.rpartition(".")[0] == parent]
     return nearest(name, siblings) if siblings and parent else nearest(name, fields)

@@ -51,13 +51,14 @@ class Chunk:
     bytes_read: int
 
 
-def find_inputs(patterns: Sequence[str], file_format: str) -> list[InputFile]:
+def find_inputs(patterns: Sequence[str], file_format: str, option: str = "--input") -> list[InputFile]:
     """Returns the files that paths, directories (searched recursively, hidden files left out) and globs name.
 
     Args:
         patterns: what the user wrote; the order is kept, within a directory or glob files are sorted by name.
         file_format: ``jsonl``, ``text``, or ``auto``: JSON lines by the ending .jsonl or .ndjson (also with
             .gz).
+        option: of the command line, for messages.
 
     Raises:
         UserError: a pattern names nothing, or its format cannot be told.
@@ -75,7 +76,7 @@ def find_inputs(patterns: Sequence[str], file_format: str) -> list[InputFile]:
             ]
         if not files:
             what = "directory has no files" if path.is_dir() else "no such file, directory or glob match"
-            raise UserError(f"--input '{pattern}': {what}")
+            raise UserError(f"{option} '{pattern}': {what}")
         found.extend(
             InputFile(file, _is_jsonl(file, file_format, in_directory=path.is_dir())) for file in files
         )

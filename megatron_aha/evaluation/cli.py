@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_aha.errors import UserError
+from megatron_aha.evaluation.report_file import check_report_file
 from megatron_aha.evaluation.suites import SUITES, Plan, plan
 from megatron_aha.hf.cli import quiet_libraries
 from megatron_aha.hf.dtypes import parse_dtype
@@ -131,4 +132,5 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         value = getattr(options, name)
         if value is not None and value < least:
             raise UserError(f"--{name.replace('_', '-')} {value} must be at least {least}")
+    check_report_file(options.json)
     return options

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_aha.errors import UserError
 from megatron_aha.evaluation.perplexity import TextResult, measure_text, read_texts, sequences
+from megatron_aha.evaluation.report_file import check_report_file
 from megatron_aha.hf.cli import quiet_libraries
 from megatron_aha.hf.code import write_code
 from megatron_aha.hf.configuration import check_architecture
@@ -196,4 +197,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if not 0 <= options.threshold <= 1:
         raise UserError(f"--threshold {options.threshold} must be a share from 0 to 1")
+    for name in ("length", "max_tokens"):
+        value = getattr(options, name)
+        if value is not None and value < 2:
+            raise UserError(f"--{name.replace('_', '-')} {value} must be at least 2")
+    check_report_file(options.json)
     return options

@@ -66,15 +66,18 @@ def read_texts(patterns: Sequence[str], json_key: str) -> list[str]:
     """Returns the documents of text files and JSON lines (``.jsonl``, also ``.gz``).
 
     Raises:
-        UserError: a file is missing, is not UTF-8, or a line of JSON has no text under the key.
+        UserError: a file is missing, is not UTF-8, a line of JSON has no text under the key, or no document has any.
     """
-    files = find_inputs(patterns, "auto")
-    return [
+    files = find_inputs(patterns, "auto", option="--text")
+    texts = [
         _text(file, record, json_key)
         for file in files
         for chunk in read_chunks(file)
         for record in chunk.records
     ]
+    if not any(text.strip() for text in texts):
+        raise UserError(f"--text {' '.join(patterns)}: no document with text is in there; name other files")
+    return texts
 
 
 def _text(file: InputFile, record: RawRecord, key: str) -> str:

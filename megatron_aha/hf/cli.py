@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import warnings
@@ -113,5 +114,5 @@ def _add_shard_size(parser: argparse.ArgumentParser, default: str) -> None:
 def _check(options: argparse.Namespace) -> None:
     if options.workers < 1:
         raise UserError(f"--workers {options.workers} must be at least 1")
-    if options.max_shard_gb is not None and options.max_shard_gb <= 0:
-        raise UserError(f"--max-shard-gb {options.max_shard_gb} must be above 0")
+    if options.max_shard_gb is not None and not 0 < options.max_shard_gb < math.inf:
+        raise UserError(f"--max-shard-gb {options.max_shard_gb} must be a number above 0; use 5 for 5 GB")

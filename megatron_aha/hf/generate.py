@@ -93,6 +93,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     for name, least in (("max_new_tokens", 1), ("num_beams", 1)):
         if getattr(options, name) < least:
             raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least {least}")
+    if not 0 <= options.seed < 2**32:
+        raise UserError(f"--seed {options.seed} must be from 0 to {2**32 - 1}")
     if options.temperature is not None and not options.temperature > 0:
         raise UserError(
             f"--temperature {options.temperature} must be above 0; leave it out for greedy decoding"

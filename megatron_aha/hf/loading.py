@@ -68,9 +68,11 @@ def load_model(
         say: told what is exported.
 
     Raises:
-        UserError: nothing that can be loaded is there, or the model has no such attention.
+        UserError: nothing that can be loaded is there, the model has no such attention, or the machine no such
+            device.
     """
     path = Path(path)
+    place = _place(device)
     if path.is_dir() and not (path / CONFIG_FILE).exists():
         from megatron_aha.hf.exporter import export_checkpoint
 
@@ -85,8 +87,25 @@ def load_model(
         raise UserError(
             f"{option}: there is no '{path}'; give a Hugging Face folder, a .gguf file or a checkpoint of ours"
         )
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     return LoadedModel(str(path), loaded[0].to(place).eval(), loaded[1])
+
+
+def _place(device: str | None) -> str:
+    """Returns where a model goes. Raises UserError when there is no such place, before anything is loaded."""
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        place = None
+    if place is None or place.type not in ("cpu", "cuda"):
+        raise UserError(f"--device {device} is neither cpu nor cuda (or cuda:1 for the second GPU)")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if place.type == "cuda" and (place.index or 0) >= gpus:
+        raise UserError(
+            f"--device {device}, but torch {torch.__version__} finds {gpus} GPUs here; use --device cpu"
+        )
+    return device
 
 
 def _load_folder(folder: Path, dtype: torch.dtype | None, attention: str | None) -> tuple[Any, Any]:

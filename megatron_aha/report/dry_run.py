@@ -52,7 +52,7 @@ def dry_run_report(config: RunConfig, world_size: int, has_gpu: bool | None = No
 
 
 def _can_be_counted(config: RunConfig) -> bool:
-    """Returns whether every size is positive; what does not divide is still counted, rounded down."""
+    """Returns whether every size is positive and every stage has a layer; what does not divide is rounded down."""
     if config.model.family not in FAMILIES:
         return False
     sizes = [
@@ -72,7 +72,7 @@ def _can_be_counted(config: RunConfig) -> bool:
         config.data.seq_length,
         config.aha.window,
     ]
-    return min(sizes) >= 1
+    return min(sizes) >= 1 and config.model.num_layers >= config.parallel.pipeline_model_parallel_size
 
 
 def _parameters(config: RunConfig) -> Iterator[str]:

@@ -22,13 +22,15 @@ BLUE, ORANGE = "#3b528b", "#d95f02"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes the pictures that a run folder has data for; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="plot_router", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="plot_router.py", description=main.__doc__)
     parser.add_argument("run", help="the --logging.directory of a run")
     parser.add_argument("--output", help="folder for the PNGs; default: RUN/plots")
     parser.add_argument("--step", type=int, help="which heat map; default: the last one")
     arguments = parser.parse_args(argv)
     record = read_run(arguments.run)
     output = Path(arguments.output or Path(arguments.run) / "plots")
+    if output.exists() and not output.is_dir():
+        raise UserError(f"--output {output} is a file; name a folder for the pictures")
     for path in write_plots(record, output, arguments.step):
         print(path)
     return 0

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_aha.config.merge import take_model_from_checkpoint
+from megatron_aha.config.merge import FREE_IN_MODEL, take_model_from_checkpoint
 from megatron_aha.config.parse import parse_run
 from megatron_aha.config.run import RunConfig
 from megatron_aha.config.validate import check
 from megatron_aha.data.checks import plan_splits
 from megatron_aha.entry import choose_accelerator, require_deepspeed, run_alone_without_launcher
+from megatron_aha.errors import UserError
 from megatron_aha.report.dry_run import print_dry_run
 
 if TYPE_CHECKING:
@@ -73,6 +75,9 @@ def find_source(config: RunConfig) -> CheckpointReader | None:
     """Returns the checkpoint to start from: the run's own latest, else ``checkpoint.init_from``, else None.
 
     Checksums are verified once per node.
+
+    Raises:
+        UserError: a checkpoint is damaged or missing, or the run's own is of another model than the one asked for.
     """
     checksums = os.environ.get("LOCAL_RANK", "0") == "0"
     directory = config.checkpoint.directory
@@ -81,10 +86,35 @@ def find_source(config: RunConfig) -> CheckpointReader | None:
     from megatron_aha.checkpoint.reader import CheckpointReader, complete_steps
 
     if directory is not None and Path(directory).is_dir() and complete_steps(directory):
-        return CheckpointReader(directory, checksums)
+        own = CheckpointReader(directory, checksums)
+        _check_same_model(own, config.checkpoint.init_from)
+        return own
     if config.checkpoint.init_from is not None:
         return CheckpointReader(config.checkpoint.init_from, checksums)
     return None
+
+
+def _check_same_model(own: CheckpointReader, init_from: str | None) -> None:
+    """Raises UserError when a run would go on with its own model although another one is named to start from.
+
+    What the run started from may be gone by now: then there is nothing to compare.
+    """
+    if init_from is None:
+        return
+    from megatron_aha.checkpoint.reader import CheckpointReader
+
+    try:
+        asked = CheckpointReader(init_from, checksums=False)
+    except UserError:
+        return
+    for field in dataclasses.fields(own.model):
+        ours, theirs = getattr(own.model, field.name), getattr(asked.model, field.name)
+        if field.name not in FREE_IN_MODEL and ours != theirs:
+            raise UserError(
+                f"--checkpoint.directory {own.folder.parent} holds a run of another model than --checkpoint.init_from "
+                f"{init_from}: {field.name} is {ours} there, and {theirs} in the latter; choose another "
+                "--checkpoint.directory for a new run, or leave --checkpoint.init_from out to go on with the old one"
+            )
 
 
 def is_resumed(source: CheckpointReader | None, config: RunConfig) -> bool:

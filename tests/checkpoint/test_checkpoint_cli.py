@@ -105,8 +105,19 @@ def test_what_is_read_is_never_written_over(tmp_path: Path, command: str) -> Non
     for target in (tmp_path / "run", folder):
         with pytest.raises(UserError, match="is the checkpoint that is read"):
             main([command, str(tmp_path / "run"), str(target)])
-    with pytest.raises(UserError, match="--file-gb is 0.0"):
-        main([command, str(tmp_path / "run"), str(tmp_path / "out"), "--file-gb", "0"])
+    for size in ("0", "inf", "nan"):
+        with pytest.raises(UserError, match=f"--file-gb is {float(size)}, and must be a number above 0"):
+            main([command, str(tmp_path / "run"), str(tmp_path / "out"), "--file-gb", size])
+
+
+@pytest.mark.parametrize("command", ["reshard", "extract-fp32"])
+@pytest.mark.parametrize("target", ["file", "file/below"])
+def test_a_file_where_the_output_should_go_is_told(tmp_path: Path, command: str, target: str) -> None:
+    save(tmp_path / "run")
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(UserError, match=f"cannot write .*: {tmp_path / 'file'} is a file, not a folder"):
+        main([command, str(tmp_path / "run"), str(tmp_path / target)])
+    assert (tmp_path / "file").read_text() == "precious"
 
 
 def test_reshard_says_that_a_change_of_layout_does_not_need_it(capsys: pytest.CaptureFixture[str]) -> None:

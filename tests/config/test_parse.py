@@ -90,6 +90,7 @@ def test_null_takes_a_nested_section_away_again(tmp_path: Path) -> None:
     ("arguments", "sentence"),
     [
         (["--aha.windw", "3"], "unknown option --aha.windw; did you mean '--aha.window'?"),
+        (["--trainig.lr", "3"], "unknown option --trainig.lr; did you mean '--training.lr'?"),
         (["--window=3"], "unknown option --window; did you mean '--aha.window'?"),
         (
             ["--training.tensor_model_parallel_size=2"],

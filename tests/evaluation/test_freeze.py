@@ -93,6 +93,10 @@ def test_what_cannot_be_frozen_is_told(folder: Path, tmp_path: Path) -> None:
         freeze(folder, length="8")
     with pytest.raises(UserError, match="--threshold 2.0 must be a share"):
         freeze(folder, "--threshold", "2")
+    with pytest.raises(UserError, match="--length 0 must be at least 2"):
+        freeze(folder, length="0")
+    with pytest.raises(UserError, match="--max-tokens -1 must be at least 2"):
+        freeze(folder, "--max-tokens", "-1")
     with pytest.raises(UserError, match="is no exported folder"):
         freeze(tmp_path / "nothing")
     make_llama().save_pretrained(tmp_path / "dense")

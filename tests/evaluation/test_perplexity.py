@@ -124,6 +124,7 @@ def test_plain_files_are_one_document_each(tmp_path: Path) -> None:
         ("{", "line 1: no text is there"),
         (b'{"text": "\xff"}', "line 1: no text is there"),
         ('{"text": "w1"}\n', "holds no document of two tokens"),
+        ("", "--text .*bad.jsonl: no document with text is in there"),
     ],
 )
 def test_what_is_no_text_is_told_with_its_line(
@@ -140,6 +141,9 @@ def test_what_is_no_text_is_told_with_its_line(
     [
         ([], "nothing to measure: give --text"),
         (["--text", "x", "--length", "1"], "--length 1 must be at least 2"),
+        (["--text", "nowhere"], "--text 'nowhere': no such file"),
+        (["--text", "x", "--json", "nowhere/x.json"], "--json nowhere/x.json: there is no folder nowhere"),
+        (["--text", "x", "--json", "."], "--json . is a folder"),
         (["--tasks", "x", "--limit", "0"], "--limit 0 must be at least 1"),
         (["--tasks", "x", "--batch-size", "0"], "--batch-size 0 must be"),
     ],

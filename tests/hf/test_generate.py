@@ -164,6 +164,9 @@ def test_a_dense_model_says_that_it_is_dense(tmp_path: Path, capsys: pytest.Capt
         (["--num-beams", "0"], "--num-beams 0 must be at least 1"),
         (["--max-new-tokens", "0"], "--max-new-tokens 0 must be"),
         (["--prompt", ""], "--prompt is empty"),
+        (["--temperature", "1", "--seed", "-1"], "--seed -1 must be from 0 to 4294967295"),
+        (["--device", "gpu"], "--device gpu is neither cpu nor cuda"),
+        (["--device", "cuda:99"], r"--device cuda:99, but torch .* finds \d GPUs here"),
         (["--dtype", "fp31"], "--dtype fp31 is not one of"),
     ],
 )

@@ -293,6 +293,12 @@ def test_a_training_run_is_not_overwritten(folder: Path) -> None:
     load(folder)  # an import may be repeated
 
 
+def test_a_file_where_the_output_should_go_is_told(folder: Path) -> None:
+    (folder.parent / "ours").write_text("precious")
+    with pytest.raises(UserError, match="ours is a file, not a folder; choose another folder"):
+        load(folder)
+
+
 def test_a_tokenizer_larger_than_the_embedding_is_told(folder: Path) -> None:
     save_tokenizer(folder, words=300, added=5)
     said: list[str] = []

@@ -83,3 +83,19 @@ def test_a_dry_run_takes_the_checkpoints_model(checkpoint: str, capsys: pytest.C
     assert main([*DATA, "--checkpoint.init_from", checkpoint, "--dry-run"]) == 0
     report = capsys.readouterr().out
     assert "  num_layers: 4\n" in report and "  window: 8\n" in report
+
+
+def test_a_run_is_not_continued_for_another_model(checkpoint: str, tmp_path: Path) -> None:
+    with CheckpointWriter(tmp_path / "other", 0, ModelConfig(num_layers=6), None) as writer:
+        writer.finish([writer.write_file("a.safetensors", {"w": torch.zeros(2)})])
+    arguments = [*DATA, *FP32, "--checkpoint.directory", checkpoint, "--dry-run"]
+    (line,) = sentences(*arguments, "--checkpoint.init_from", str(tmp_path / "other"))
+    assert f"--checkpoint.directory {checkpoint} holds a run of another model" in line
+    assert "num_layers is 4 there, and 6 in the latter; choose another --checkpoint.directory" in line
+    # what the run started from may be gone by now
+    assert main([*arguments, "--checkpoint.init_from", "gone"]) == 0
+
+
+def test_ranks_that_do_not_fit_name_the_size_that_was_typed() -> None:
+    (line,) = sentences(*DATA, *FP32, "--parallel.pipeline_model_parallel_size", "2")
+    assert line.endswith("start 2 or change --parallel.pipeline_model_parallel_size")

@@ -62,6 +62,21 @@ def test_impossible_sizes_are_reported_and_not_counted() -> None:
     ]
 
 
+def test_more_stages_than_layers_are_reported_and_not_counted() -> None:
+    arguments = [
+        "--model.num_layers",
+        "2",
+        "--parallel.pipeline_model_parallel_size",
+        "3",
+        "--data.blend",
+        "a",
+    ]
+    report = dry_run_report(parse_run(arguments).config, 3)
+    assert "== Parameters" not in report
+    (verdict,) = section(report, "Incompatibilities on 3 ranks")
+    assert "--parallel.pipeline_model_parallel_size 3 does not divide --model.num_layers 2" in verdict
+
+
 def test_what_is_hardly_meant_is_remarked() -> None:
     report = dry_run_report(parse_run(["--aha.window", "1024", "--data.blend", "a"]).config, 1)
     remarks = section(report, "Remarks")

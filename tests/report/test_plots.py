@@ -13,7 +13,7 @@ from matplotlib.image import imread
 from megatron_aha.errors import UserError
 from megatron_aha.report.heatmap import draw_heatmap, to_pixels
 from megatron_aha.report.metrics import MetricsWriter
-from megatron_aha.report.plots import draw_sorted_heads, write_plots
+from megatron_aha.report.plots import draw_sorted_heads, main, write_plots
 from megatron_aha.report.run_folder import read_run
 
 TOOL = Path(__file__).parents[2] / "tools" / "plot_router.py"
@@ -74,6 +74,11 @@ def test_another_step_can_be_chosen_and_must_exist(run_folder: Path) -> None:
     assert run_folder / "heatmap.png" in write_plots(record, run_folder, step=2)
     with pytest.raises(UserError, match="--step 9 has no usage table; there are: 1, 2, 3"):
         write_plots(record, run_folder, step=9)
+
+
+def test_a_file_where_the_pictures_should_go_is_told(run_folder: Path) -> None:
+    with pytest.raises(UserError, match="--output .*metrics.jsonl is a file; name a folder"):
+        main([str(run_folder), "--output", str(run_folder / "metrics.jsonl")])
 
 
 def test_a_folder_without_metrics_is_one_sentence(tmp_path: Path) -> None:

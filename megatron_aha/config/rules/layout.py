@@ -151,11 +151,14 @@ def _world_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         yield f"--parallel.ranks_per_node {per_node} does not divide the {world_size} ranks of the launcher"
     model_ranks = model_parallel_size(config)
     if world_size % model_ranks:
+        kinds = ("tensor_model", "pipeline_model", "context")
+        options = [f"--parallel.{kind}_parallel_size" for kind in kinds]
+        split = [option for option in options if getattr(parallel, option.removeprefix("--parallel.")) > 1]
         yield (
             f"tensor {parallel.tensor_model_parallel_size} x pipeline "
             f"{parallel.pipeline_model_parallel_size} x context {parallel.context_parallel_size} "
             f"parallel sizes need a multiple of {model_ranks} ranks, but there are {world_size}; start "
-            f"{multiples(model_ranks, world_size)} or change --parallel.tensor_model_parallel_size"
+            f"{multiples(model_ranks, world_size)} or change {' or '.join(split)}"
         )
         return
     data_ranks = world_size // model_ranks
