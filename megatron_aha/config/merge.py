@@ -47,6 +47,15 @@ def take_model_from_checkpoint(
     return merged
 
 
+def model_difference(one: ModelConfig, other: ModelConfig) -> tuple[str, str, str] | None:
+    """Returns the first option in which the weights of two models differ, with both values, or None."""
+    for field in dataclasses.fields(ModelConfig):
+        values = getattr(one, field.name), getattr(other, field.name)
+        if field.name not in FREE_IN_MODEL and values[0] != values[1]:
+            return field.name, _shown(values[0]), _shown(values[1])
+    return None
+
+
 def _take(
     ours: Any, theirs: Any, name: str, section: str, explicit: set[str], fixed: bool, conflicts: list[str]
 ) -> None:

@@ -13,6 +13,7 @@ from megatron_aha.checkpoint.file_pool import write_files
 from megatron_aha.checkpoint.format import CheckpointReader, CheckpointWriter, complete_steps
 from megatron_aha.checkpoint.journal import Journal
 from megatron_aha.config.aha import AHAConfig
+from megatron_aha.config.merge import model_difference
 from megatron_aha.config.model import ModelConfig
 from megatron_aha.errors import UserError, nearest
 from megatron_aha.hf.card import write_origin
@@ -46,7 +47,7 @@ def import_checkpoint(
 
     Args:
         source: folder with config.json and safetensors, or a ``.gguf`` file.
-        output: run folder; a step 0 in it is replaced, any other step refused.
+        output: run folder; a step 0 of a model of the same sizes in it is replaced, any other step refused.
         dtype: of the written weights; None keeps each as it is.
         shard_bytes: size at which the next file is begun.
         workers: processes that convert, each a file at a time.
@@ -126,15 +127,33 @@ def _prepare(
         raise UserError(
             f"--output {output} is the folder of a training run; choose another for the imported model"
         )
+    if output.resolve() == Path(source).resolve():
+        raise UserError(
+            f"--output {output} is the source itself; choose another folder for the imported model"
+        )
     if workers > 1 and Path(source).is_file():
         raise UserError(
             f"--workers {workers}: one process reads a .gguf file as a whole; leave --workers out"
         )
     opened = open_source(source)
+    _check_same_model(output, opened.model)
     plan = list(weights(opened.model, opened.aha))
     _check_plan(opened, plan, opened.model, opened.aha)
     writer = CheckpointWriter(output, 0, opened.model, opened.aha)
     return opened, ImportWork(opened, plan, writer, dtype, shard_bytes), writer
+
+
+def _check_same_model(output: Path, model: ModelConfig) -> None:
+    """Raises UserError when the output holds an import of another model, which would be lost."""
+    if not complete_steps(output):
+        return
+    difference = model_difference(CheckpointReader(output, checksums=False).model, model)
+    if difference is not None:
+        name, there, here = difference
+        raise UserError(
+            f"--output {output} holds another imported model: {name} is {there} there, and {here} in the source; "
+            "choose another folder, or remove that one"
+        )
 
 
 def _described(source: str | Path, opened: Source) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_aha.config.merge import FREE_IN_MODEL, take_model_from_checkpoint
+from megatron_aha.config.merge import model_difference, take_model_from_checkpoint
 from megatron_aha.config.parse import parse_run
 from megatron_aha.config.run import RunConfig
 from megatron_aha.config.validate import check
@@ -107,14 +106,14 @@ def _check_same_model(own: CheckpointReader, init_from: str | None) -> None:
         asked = CheckpointReader(init_from, checksums=False)
     except UserError:
         return
-    for field in dataclasses.fields(own.model):
-        ours, theirs = getattr(own.model, field.name), getattr(asked.model, field.name)
-        if field.name not in FREE_IN_MODEL and ours != theirs:
-            raise UserError(
-                f"--checkpoint.directory {own.folder.parent} holds a run of another model than --checkpoint.init_from "
-                f"{init_from}: {field.name} is {ours} there, and {theirs} in the latter; choose another "
-                "--checkpoint.directory for a new run, or leave --checkpoint.init_from out to go on with the old one"
-            )
+    difference = model_difference(own.model, asked.model)
+    if difference is not None:
+        name, ours, theirs = difference
+        raise UserError(
+            f"--checkpoint.directory {own.folder.parent} holds a run of another model than --checkpoint.init_from "
+            f"{init_from}: {name} is {ours} there, and {theirs} in the latter; choose another "
+            "--checkpoint.directory for a new run, or leave --checkpoint.init_from out to go on with the old one"
+        )
 
 
 def is_resumed(source: CheckpointReader | None, config: RunConfig) -> bool:

@@ -293,6 +293,23 @@ def test_a_training_run_is_not_overwritten(folder: Path) -> None:
     load(folder)  # an import may be repeated
 
 
+def test_an_import_of_another_model_is_not_overwritten(folder: Path) -> None:
+    output = folder.parent / "imported"
+    import_checkpoint(folder, output, check=False, say=lambda _: None)
+    other = folder.parent / "other"
+    make_llama(num_hidden_layers=3).save_pretrained(other)
+    with pytest.raises(UserError, match="num_layers is 2 there, and 3 in the source"):
+        import_checkpoint(other, output, check=False, say=lambda _: None)
+    assert CheckpointReader(output).model.num_layers == 2
+
+
+def test_the_source_is_no_output(folder: Path) -> None:
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(UserError, match="is the source itself"):
+        import_checkpoint(folder, folder / ".." / folder.name, check=False, say=lambda _: None)
+    assert sorted(folder.rglob("*")) == before
+
+
 def test_a_file_where_the_output_should_go_is_told(folder: Path) -> None:
     (folder.parent / "ours").write_text("precious")
     with pytest.raises(UserError, match="ours is a file, not a folder; choose another folder"):
