@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> None:
     quiet_libraries()
     options = _parse(argv)
     dtype = parse_dtype(options.dtype)
-    prompt = sys.stdin.read() if options.prompt is None else options.prompt
+    prompt = _standard_input() if options.prompt is None else options.prompt
     loaded = load_model(
         options.model,
         dtype=dtype,
@@ -33,6 +33,13 @@ def main(argv: Sequence[str]) -> None:
     )
     inputs = _encode(loaded.needed_tokenizer(), prompt, options.chat, options.model)
     length = inputs["input_ids"].shape[1]
+    positions = loaded.model.config.max_position_embeddings
+    if length + options.max_new_tokens > positions:
+        print(
+            f"warning: {length} prompt tokens and --max-new-tokens {options.max_new_tokens} are more than the "
+            f"{positions} positions of the model: text beyond them is of lower quality",
+            file=sys.stderr,
+        )
     # the last new token is never read: it has no routes
     with UsageCounter(loaded.model, (0, length)) as usage:
         began = time.perf_counter()
@@ -115,6 +122,16 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="aha_kernels does the work that the routes ask for; default: transformers' choice",
     )
     parser.add_argument("--device", metavar="NAME", help="cpu or cuda; default: a GPU where there is one")
+
+
+def _standard_input() -> str:
+    """Returns the text on standard input. Raises UserError when it is not UTF-8."""
+    try:
+        text = sys.stdin.read()
+        text.encode()  # where the locale names no encoding, Python lets other bytes pass as half characters
+    except UnicodeError as error:
+        raise UserError("the prompt on standard input is not UTF-8; convert it, or give --prompt") from error
+    return text
 
 
 def _encode(tokenizer: Any, prompt: str, chat: bool, model: str) -> Any:

@@ -98,6 +98,25 @@ def test_a_checkpoint_gives_the_text_of_its_export(
     assert again == text and more.splitlines()[-4:] == usage.splitlines()[-4:]
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_a_prompt_that_is_not_utf8_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, errors: str
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"w30 \xff"), "utf-8", errors))
+    with pytest.raises(UserError, match="standard input is not UTF-8"):
+        main(["--model", str(folder), "--device", "cpu"])
+
+
+def test_more_tokens_than_the_model_has_positions_are_told(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    positions = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
+    fits = positions - len(PROMPT.split())
+    assert "warning" not in told(folder, capsys, "--max-new-tokens", str(fits))[1]
+    usage = told(folder, capsys, "--max-new-tokens", str(fits + 1))[1]
+    assert f"more than the {positions} positions" in usage
+
+
 def test_sampling_follows_the_seed_and_beams_are_searched(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
