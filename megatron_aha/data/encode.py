@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_aha.data.sources import Chunk, RawRecord
-from megatron_aha.errors import nearest
+from megatron_aha.data.record_text import record_text
+from megatron_aha.data.sources import Chunk
 from megatron_aha.worker import end_with_parent
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ class Encoder:
         for record in chunk.records:
             where = str(chunk.file.path) if record.line is None else f"{chunk.file.path}, line {record.line}"
             try:
-                text = self._text(record, chunk.file.is_jsonl)
+                text = record_text(record, chunk.file.is_jsonl, self._json_key)
             except (ValueError, RecursionError) as error:
                 bad.append(BadRecord(where, str(error)))
                 continue
@@ -84,35 +83,6 @@ class Encoder:
             bad=bad,
             bytes_read=chunk.bytes_read,
         )
-
-    def _text(self, record: RawRecord, is_jsonl: bool) -> str:
-        """The record's text; a ValueError says what is wrong with it."""
-        try:
-            text = record.data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"not UTF-8: byte 0x{record.data[error.start]:02x} at offset {error.start}"
-            ) from None
-        if not is_jsonl:
-            return text
-        try:
-            page = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
-        if not isinstance(page, dict):
-            raise ValueError(f"a JSON {_json_type(page)}, not an object with the key '{self._json_key}'")
-        if self._json_key not in page:
-            raise ValueError(f"no key '{self._json_key}'{nearest(self._json_key, page)}")
-        value = page[self._json_key]
-        if not isinstance(value, str):
-            raise ValueError(f"the value of '{self._json_key}' is a JSON {_json_type(value)}, not a string")
-        # Half of a surrogate pair is valid in JSON but no Unicode text: it becomes U+FFFD.
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def _json_type(value: object) -> str:
-    names = {bool: "boolean", int: "number", float: "number", str: "string", list: "list", dict: "object"}
-    return names.get(type(value), "null")
 
 
 _encoder: Encoder | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_aha.data.record_text import record_text
 from megatron_aha.data.sources import InputFile, RawRecord, find_inputs, read_chunks
 from megatron_aha.errors import UserError
 from megatron_aha.hf.loading import LoadedModel
@@ -81,15 +81,12 @@ def read_texts(patterns: Sequence[str], json_key: str) -> list[str]:
 
 
 def _text(file: InputFile, record: RawRecord, key: str) -> str:
-    where = f"--text '{file.path}'" + (f", line {record.line}" if record.line else "")
     try:
-        text = record.data.decode("utf-8")
-        found = json.loads(text)[key] if file.is_jsonl else text
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{where}: no text is there ({error!r}); --json-key names its key in JSON") from error
-    if not isinstance(found, str):
-        raise UserError(f"{where}: '{key}' is a {type(found).__name__}, not a text; --json-key names another")
-    return found
+        return record_text(record, file.is_jsonl, key)
+    except (ValueError, RecursionError) as error:
+        line = "" if record.line is None else f", line {record.line}"
+        hint = "; --json-key names the key of the text" if file.is_jsonl else ""
+        raise UserError(f"--text '{file.path}'{line}: {error}{hint}") from error
 
 
 def bucket_starts(length: int) -> list[int]:

@@ -118,11 +118,11 @@ def test_plain_files_are_one_document_each(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"body": "x"}\n', "line 1: no text is there"),
-        ('{"text": "x"}\n{"text": 5}\n', "line 2: 'text' is a int"),
-        ("[1]\n", "line 1: no text is there"),
-        ("{", "line 1: no text is there"),
-        (b'{"text": "\xff"}', "line 1: no text is there"),
+        ('{"body": "x"}\n', "line 1: no key 'text'"),
+        ('{"text": "x"}\n{"text": 5}\n', "line 2: the value of 'text' is a JSON number"),
+        ("[1]\n", "line 1: a JSON list, not an object"),
+        ("{", "line 1: not JSON"),
+        (b'{"text": "\xff"}', "line 1: not UTF-8: byte 0xff at offset 10"),
         ('{"text": "w1"}\n', "holds no document of two tokens"),
         ("", "--text .*bad.jsonl: no document with text is in there"),
     ],
