@@ -319,6 +319,7 @@ def test_the_command_line_with_workers(bench: Bench, hf_folder: Path) -> None:
     command += ["--output", bench.output, "--workers", "2"]
     command += ["--tokenizer", str(hf_folder / "tokenizer.json"), "--eod", EOD]
     environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'kernels'}"}
+    environment.pop("TQDM_DISABLE", None)  # tools that other tests call in this process set it
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
     assert done.returncode == 0, done.stderr
     assert "wrote" in done.stdout and "1200 documents" in done.stdout
