@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megatron_aha.config.run import RunConfig
 from megatron_aha.data.blend import Blend, parse_blend, parse_split
-from megatron_aha.data.sidecar import Sidecar, check_files, read_sidecar
+from megatron_aha.data.sidecar import Sidecar, TokenizerRecord, check_files, read_sidecar
 from megatron_aha.errors import UserError
 
 # Bytes of a file that is still hashed whole when a run starts: a few seconds.
@@ -138,13 +138,17 @@ def _refuse_other_tokenizer(prefixes: Sequence[str], sidecars: Sequence[Sidecar]
     first = sidecars[0].tokenizer
     for prefix, sidecar in zip(prefixes, sidecars, strict=True):
         other = sidecar.tokenizer
-        if (other.sha256, other.eod_id) != (first.sha256, first.eod_id):
+        if not other.documents_look_as(first):
             raise UserError(
                 f"datasets '{prefixes[0]}' and '{prefix}' were made differently: tokenizer '{first.name}' "
-                f"({first.vocab_size} ids, end of document {first.eod_id}) and '{other.name}' "
-                f"({other.vocab_size} ids, end of document {other.eod_id}); preprocess both with one "
-                "tokenizer"
+                f"({first.vocab_size} ids, {_frame(first)}) and '{other.name}' "
+                f"({other.vocab_size} ids, {_frame(other)}); preprocess both with one tokenizer, --bos and --eod"
             )
+
+
+def _frame(record: TokenizerRecord) -> str:
+    begin = "none" if record.bos_id is None else str(record.bos_id)
+    return f"beginning of document {begin}, end {record.eod_id}"
 
 
 def _plan(data: CheckedBlend, bounds: tuple[float, float], purpose: str, option: str) -> SplitPlan:

@@ -29,7 +29,7 @@ class EncodedChunk:
     """Documents of a chunk as ids.
 
     Args:
-        ids: int32 ``[tokens]``, all documents end to end, each with its end-of-document id.
+        ids: int32 ``[tokens]``, all documents end to end, each with its beginning- and end-of-document ids.
         lengths: tokens of each document.
         empty: documents without text, left out.
         eod_inside: documents whose text spells the end-of-document token, so that they count as several.
@@ -73,8 +73,12 @@ class Encoder:
                 texts.append(text)
             else:
                 empty += 1
-        eod = self._tokenizer.record.eod_id
-        documents = [np.array([*ids, eod], dtype=np.int32) for ids in self._tokenizer.encode_batch(texts)]
+        made_by = self._tokenizer.record
+        eod = made_by.eod_id
+        begin = [] if made_by.bos_id is None else [made_by.bos_id]
+        documents = [
+            np.array([*begin, *ids, eod], dtype=np.int32) for ids in self._tokenizer.encode_batch(texts)
+        ]
         return EncodedChunk(
             ids=np.concatenate(documents) if documents else np.zeros(0, dtype=np.int32),
             lengths=[len(document) for document in documents],

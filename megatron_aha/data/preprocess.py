@@ -70,7 +70,7 @@ def preprocess(
 
     Args:
         options: what to read and how.
-        tokenizer: the tokenizer, whose end-of-document id ends every document.
+        tokenizer: the tokenizer; its beginning- and end-of-document ids frame every document.
         say: receives one line at a time for the user.
 
     Returns:
@@ -130,14 +130,11 @@ def _existing(
         say(f"making it again: {error}")
         return None
     made_from = {key: value for key, value in sidecar.source.items() if key != "left_out"}
-    same_tokenizer = (sidecar.tokenizer.sha256, sidecar.tokenizer.eod_id) == (
-        tokenizer.record.sha256,
-        tokenizer.record.eod_id,
-    )
+    same_tokenizer = sidecar.tokenizer.documents_look_as(tokenizer.record)
     if same_tokenizer and made_from == source:
         say(f"already there: '{prefix}' with {sidecar.documents} documents, {sidecar.tokens} tokens")
         return sidecar
-    what = "inputs or options" if same_tokenizer else "tokenizer or end-of-document token"
+    what = "inputs or options" if same_tokenizer else "tokenizer, or beginning- or end-of-document token"
     say(f"making it again: '{prefix}' was made with other {what}")
     return None
 

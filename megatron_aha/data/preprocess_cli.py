@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     before = signal.signal(signal.SIGTERM, _stop)
     try:
-        preprocess(chosen, load_tokenizer(options.tokenizer, options.eod))
+        preprocess(chosen, load_tokenizer(options.tokenizer, options.eod, options.bos))
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -69,6 +69,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--eod", metavar="TOKEN", help="end-of-document token; default: the tokenizer's end-of-sequence token"
+    )
+    add(
+        "--bos",
+        metavar="TOKEN",
+        help="beginning-of-document token, '' for none; default: what the tokenizer itself puts before a text",
     )
     add(
         "--format",

@@ -37,6 +37,8 @@ class TokenizerRecord:
         vocab_size: ids it can give, added tokens included.
         eod_id: id that ends every document.
         eod_token: text of that id.
+        bos_id: id that begins every document; None where none does.
+        bos_token: text of that id.
     """
 
     kind: str
@@ -45,6 +47,12 @@ class TokenizerRecord:
     vocab_size: int
     eod_id: int
     eod_token: str
+    bos_id: int | None = None
+    bos_token: str | None = None
+
+    def documents_look_as(self, other: TokenizerRecord) -> bool:
+        """Returns whether the other makes the same ids of a document."""
+        return (self.sha256, self.eod_id, self.bos_id) == (other.sha256, other.eod_id, other.bos_id)
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,9 @@ def sequences(
 ) -> Iterator[list[int]]:
     """Yields documents cut into pieces of at most `length` tokens; pieces of one token predict nothing.
 
+    Each piece begins with the tokenizer's beginning-of-text token where it has one: a model that always saw one
+    in training is lost without (docs/evaluation.md).
+
     Args:
         tokenizer: its own beginning- and end-of-text tokens are added to each document.
         texts: documents.
@@ -114,8 +117,10 @@ def sequences(
     for text in texts:
         # a bound on the text spares tokenizing what will not be read
         ids = tokenizer(text if max_tokens is None else text[: 20 * max_tokens], verbose=False)["input_ids"]
-        for start in range(0, len(ids), length):
-            piece = ids[start : start + int(min(length, left))]
+        begin = ids[:1] if ids[:1] == [tokenizer.bos_token_id] else []
+        ids = ids[len(begin) :]
+        for start in range(0, len(ids), length - len(begin)):
+            piece = [*begin, *ids[start : start + length - len(begin)]][: int(min(length, left))]
             left -= len(piece)
             if len(piece) > 1:
                 yield piece

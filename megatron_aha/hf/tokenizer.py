@@ -72,29 +72,38 @@ class SentencePieceTokenizer:
         return self.backend.decode(list(ids))
 
 
-def load_tokenizer(path: str, eod: str | None = None, say: Callable[[str], None] = print) -> TextTokenizer:
+def load_tokenizer(
+    path: str, eod: str | None = None, bos: str | None = None, say: Callable[[str], None] = print
+) -> TextTokenizer:
     """Loads a tokenizer from local files.
 
     Args:
         path: a folder with Hugging Face tokenizer files, a ``tokenizer.json``, a GGUF file or a folder with
             one, a sentencepiece ``.model``, or a checkpoint of ours (its ``source/`` is used).
         eod: text of the end-of-document token; None takes the tokenizer's own end-of-sequence token.
-        say: told which end-of-document token was chosen when ``eod`` is None.
+        bos: text of the beginning-of-document token, ``""`` for none; None takes what the tokenizer itself puts
+            before a text (of a sentencepiece model: none).
+        say: told which of the two tokens were chosen when None was given.
 
     Returns:
         The tokenizer.
 
     Raises:
-        UserError: no tokenizer is there, or it lacks the end-of-document token.
+        UserError: no tokenizer is there, or it lacks the end- or beginning-of-document token.
     """
     location = _locate(Path(path))
     if _is_sentencepiece(location):
-        tokenizer, chosen = _load_sentencepiece(location, eod)
+        tokenizer, chosen = _load_sentencepiece(location, eod, bos)
     else:
-        tokenizer, chosen = _load_hugging_face(location, eod)
+        tokenizer, chosen = _load_hugging_face(location, eod, bos)
+    record = tokenizer.record
     if eod is None:
-        record = tokenizer.record
         say(f"end of document: {chosen} '{record.eod_token}' (id {record.eod_id}); choose another with --eod")
+    if bos is None and record.bos_id is not None:
+        say(
+            f"beginning of document: '{record.bos_token}' (id {record.bos_id}), as the tokenizer begins a text; "
+            "choose another with --bos, or none with --bos ''"
+        )
     return tokenizer
 
 
@@ -174,7 +183,7 @@ def _locate(path: Path) -> Path:
     )
 
 
-def _load_hugging_face(location: Path, eod: str | None) -> tuple[TextTokenizer, str]:
+def _load_hugging_face(location: Path, eod: str | None, bos: str | None) -> tuple[TextTokenizer, str]:
     """Returns the tokenizer and, in words, whose choice the end-of-document token is."""
     backend, own_eos = _fast_backend(location)
     vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
@@ -184,9 +193,15 @@ def _load_hugging_face(location: Path, eod: str | None) -> tuple[TextTokenizer, 
             f"--tokenizer '{location}' names no end-of-sequence token; choose the end-of-document token "
             "with --eod"
         )
+    special = [token.content for token in backend.get_added_tokens_decoder().values()]
     if text not in vocabulary:
-        special = [token.content for token in backend.get_added_tokens_decoder().values()]
         raise UserError(f"--eod '{text}' is not a token of '{location}'{_suggest(text, special)}")
+    if bos is None:
+        begin = _own_bos(backend)
+        # the end of one document is the beginning of the next in a vocabulary that has one token for both
+        bos_id = None if begin == vocabulary[text] else begin
+    else:
+        bos_id = _chosen_bos(bos, text, vocabulary, f"a token of '{location}'", special)
     record = TokenizerRecord(
         kind="huggingface",
         name=str(location),
@@ -194,8 +209,31 @@ def _load_hugging_face(location: Path, eod: str | None) -> tuple[TextTokenizer, 
         vocab_size=max(len(vocabulary), 1 + max(vocabulary.values())),
         eod_id=vocabulary[text],
         eod_token=text,
+        bos_id=bos_id,
+        bos_token=None if bos_id is None else backend.id_to_token(bos_id),
     )
     return HuggingFaceTokenizer(backend, record), "the tokenizer's own end-of-sequence token"
+
+
+def _own_bos(backend: Any) -> int | None:
+    """The id that a tokenizer puts before a text by itself."""
+    bare, framed = (backend.encode(_PROBE, add_special_tokens=add).ids for add in (False, True))
+    return framed[0] if framed[1 : 1 + len(bare)] == bare else None
+
+
+def _chosen_bos(
+    bos: str, eod: str, vocabulary: dict[str, int], member: str, special: list[str]
+) -> int | None:
+    if not bos:
+        return None
+    if bos == eod:
+        raise UserError(
+            f"--bos '{bos}' is the end-of-document token too, so each would count as a document; give --bos '': "
+            "the end of a document is the beginning of the next"
+        )
+    if bos not in vocabulary:
+        raise UserError(f"--bos '{bos}' is not {member}{_suggest(bos, special)}")
+    return vocabulary[bos]
 
 
 def _fast_backend(location: Path) -> tuple[Any, str | None]:
@@ -241,7 +279,7 @@ def _load_with_transformers(location: Path) -> tuple[Any, str | None]:
     return backend, tokenizer.eos_token
 
 
-def _load_sentencepiece(location: Path, eod: str | None) -> tuple[TextTokenizer, str]:
+def _load_sentencepiece(location: Path, eod: str | None, bos: str | None) -> tuple[TextTokenizer, str]:
     """Returns the tokenizer and, in words, whose choice the end-of-document token is."""
     backend = _sentencepiece_backend(location)
     pieces = _pieces(backend)
@@ -252,9 +290,10 @@ def _load_sentencepiece(location: Path, eod: str | None) -> tuple[TextTokenizer,
                 "with --eod"
             )
         eod = backend.id_to_piece(backend.eos_id())
+    special = [piece for piece, number in pieces.items() if backend.is_control(number)]
     if eod not in pieces:
-        special = [piece for piece, number in pieces.items() if backend.is_control(number)]
         raise UserError(f"--eod '{eod}' is not a piece of '{location}'{_suggest(eod, special)}")
+    bos_id = _chosen_bos(bos or "", eod, pieces, f"a piece of '{location}'", special)
     record = TokenizerRecord(
         kind="sentencepiece",
         name=str(location),
@@ -262,6 +301,8 @@ def _load_sentencepiece(location: Path, eod: str | None) -> tuple[TextTokenizer,
         vocab_size=backend.get_piece_size(),
         eod_id=pieces[eod],
         eod_token=eod,
+        bos_id=bos_id,
+        bos_token=None if bos_id is None else bos,
     )
     return SentencePieceTokenizer(backend, record), "the model's own end-of-sequence piece"
 

@@ -294,6 +294,17 @@ def test_a_model_may_have_more_rows_than_the_tokenizer_has_ids(write_dataset: Wr
     assert tokens_of(train, 1).numel() == 16
 
 
+def test_documents_that_begin_differently_are_refused(write_dataset: WriteDataset) -> None:
+    first, second = write_dataset("a", filled(5)), write_dataset("b", filled(5))
+    page = json.loads(Path(second + ".json").read_text())
+    page["tokenizer"] |= {"bos_id": 1, "bos_token": "<s>"}
+    Path(second + ".json").write_text(json.dumps(page))
+    with pytest.raises(
+        UserError, match=r"beginning of document none, end 0.* beginning of document 1, end 0"
+    ):
+        build(run_config([first, second]))
+
+
 def test_datasets_of_two_tokenizers_are_refused(write_dataset: WriteDataset) -> None:
     first, second = write_dataset("a", filled(5)), write_dataset("b", filled(5), identity="ff")
     with pytest.raises(UserError, match="made differently"):

