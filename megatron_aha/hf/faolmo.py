@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_aha.checkpoint.format import CheckpointReader
@@ -20,6 +19,7 @@ from megatron_aha.errors import UserError
 from megatron_aha.hf.code import model_class
 from megatron_aha.hf.configuration import read_config, write_config
 from megatron_aha.hf.families import FAMILIES
+from megatron_aha.hf.rules import joined
 from megatron_aha.hf.source import FolderSource, open_shard
 
 MODEL_TYPE = "faolmo"
@@ -138,6 +138,4 @@ def fused(named: Iterable[tuple[str, Deferred]]) -> Iterator[tuple[str, Deferred
 
 
 def _below(upper: Deferred, lower: Deferred) -> Deferred:
-    return Deferred(
-        torch.cat((upper.outline, lower.outline)), lambda: torch.cat((upper.read(), lower.read()))
-    )
+    return Deferred(joined((upper.outline, lower.outline)), lambda: joined((upper.read(), lower.read())))

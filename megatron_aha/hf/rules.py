@@ -12,6 +12,15 @@ from torch import Tensor
 from megatron_aha.config.model import ModelConfig
 
 
+def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Returns ``torch.cat`` of weights or, without importing torch's compiler for it, of their outlines on ``meta``."""
+    if not parts[0].is_meta:
+        return torch.cat(tuple(parts), dim)
+    shape = list(parts[0].shape)
+    shape[dim] = sum(part.shape[dim] for part in parts)
+    return parts[0].new_empty(shape)
+
+
 @dataclass(frozen=True)
 class Rule(ABC):
     """What one of our weights is made of.
@@ -47,7 +56,7 @@ class Rows(Rule):
     """Weights of equal shape one above the other, such as SwiGLU's gate and up."""
 
     def merge(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
-        return torch.cat(tuple(parts))
+        return joined(parts)
 
     def split(self, whole: Tensor, model: ModelConfig) -> list[Tensor]:
         return list(whole.chunk(len(self.theirs)))
@@ -64,7 +73,7 @@ class QKV(Rule):
 
     def merge(self, parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
         grouped = [part.unflatten(0, (model.num_query_groups, -1)) for part in parts]
-        return torch.cat(grouped, dim=1).flatten(0, 1)  # [(heads + 2 groups) * head_dim, ...]
+        return joined(grouped, dim=1).flatten(0, 1)  # [(heads + 2 groups) * head_dim, ...]
 
     def split(self, whole: Tensor, model: ModelConfig) -> list[Tensor]:
         heads_per_group = model.num_attention_heads // model.num_query_groups

@@ -46,6 +46,8 @@ def test_rows_are_ordered_per_group_as_its_queries_its_key_its_value(heads: int,
         expected += [100 + group * per_group + head for head in range(per_group)] + [200 + group, 300 + group]
     assert whole[::2, 0].tolist() == expected
     assert all(torch.equal(a, b) for a, b in zip(rule.split(whole, model), parts, strict=True))
+    outline = rule.merge([part.to("meta", torch.bfloat16) for part in parts], model)
+    assert (outline.is_meta, outline.shape, outline.dtype) == (True, whole.shape, torch.bfloat16)
 
 
 def logits_on_two_ranks(folder: str, tokens: Tensor) -> Tensor:
