@@ -80,7 +80,7 @@ prepare_data() {
 }
 
 # export_model CHECKPOINT FOLDER: for transformers, with tokenizer and modelling code.
-export_model() { "$PY" tools/convert_to_hf.py --checkpoint "$1" --output "$2"; }
+export_model() { "$PY" tools/convert_to_hf.py --checkpoint "$1" --output "$2" --overwrite; }
 
 # compare: in a fresh process that knows transformers only; the exported folder brings its own code.
 compare() {

@@ -97,30 +97,44 @@ class Harness:
             limit: documents of each task; None takes all.
             run_code: code that the model writes may be run (MBPP, HumanEval).
             say: told which task is run.
-        """
-        from lm_eval import simple_evaluate
 
+        Raises:
+            UserError: a task runs code that the model writes, and `run_code` is off.
+        """
         model = _adaptor(loaded, batch_size)
         results = {}
         for task in tasks:
             say(f"{loaded.name}: {task}")
             with model.counted() as usage:
-                found = simple_evaluate(
-                    model=model,
-                    tasks=[task],
-                    task_manager=self.manager(task),
-                    limit=limit,
-                    log_samples=False,
-                    bootstrap_iters=0,
-                    confirm_run_unsafe_code=run_code,
-                    verbosity="ERROR",
-                )
+                found = self._evaluate(model, task, limit, run_code)
             results[task] = TaskResult(
                 metrics=_metrics(found["results"][task]),
                 usage=usage.total(),
                 usage_beyond_window=usage.total(beyond_window=True),
             )
         return results
+
+    def _evaluate(self, model: Any, task: str, limit: int | None, run_code: bool) -> dict[str, Any]:
+        from lm_eval import simple_evaluate
+
+        try:
+            return simple_evaluate(
+                model=model,
+                tasks=[task],
+                task_manager=self.manager(task),
+                limit=limit,
+                log_samples=False,
+                bootstrap_iters=0,
+                confirm_run_unsafe_code=run_code,
+                verbosity="ERROR",
+            )
+        except ValueError as error:
+            if "confirm_run_unsafe_code" not in str(error):
+                raise
+            raise UserError(
+                f"--tasks {task}: its score comes from running the code that the model writes; "
+                "--run-generated-code allows that"
+            ) from error
 
 
 def _metrics(found: dict[str, Any]) -> dict[str, float]:

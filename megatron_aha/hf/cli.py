@@ -46,6 +46,11 @@ def convert_to_hf(argv: Sequence[str]) -> None:
     parser.add_argument("--output", required=True, metavar="FOLDER", help="Hugging Face folder to write")
     _add_shard_size(parser, "5")
     parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace the model that --output holds, once the new one is whole",
+    )
+    parser.add_argument(
         "--format",
         choices=("aha", "faolmo"),
         default="aha",
@@ -67,6 +72,7 @@ def convert_to_hf(argv: Sequence[str]) -> None:
         dtype=dtype,
         shard_bytes=SHARD_BYTES if options.max_shard_gb is None else int(options.max_shard_gb * 10**9),
         workers=options.workers,
+        overwrite=options.overwrite,
         check=not options.skip_logits_check,
         authors_format=options.format == "faolmo",
         base_model=options.base_model,

@@ -38,6 +38,7 @@ def export_checkpoint(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
     workers: int = 1,
+    overwrite: bool = False,
     check: bool = True,
     authors_format: bool = False,
     base_model: str | None = None,
@@ -49,10 +50,11 @@ def export_checkpoint(
 
     Args:
         checkpoint: run folder or step folder.
-        output: folder to write; it must be absent, empty, or an earlier export.
+        output: folder to write; it must be absent or empty.
         dtype: of the written weights; None keeps each as it is.
         shard_bytes: largest size of a safetensors file.
         workers: processes that write, each a file at a time.
+        overwrite: replace the model that ``output`` holds; a folder without one is refused all the same.
         check: compare the logits of both models before the folder gets its name.
         authors_format: write the format of the AHA authors' release (``megatron_aha.hf.faolmo``), which needs their
             modelling code.
@@ -68,7 +70,7 @@ def export_checkpoint(
     """
     output = Path(output)
     reader = CheckpointReader(checkpoint)
-    _check_output(output)
+    _check_output(output, overwrite)
     plan = list(weights(reader.model, reader.aha))
     _check_plan(reader, plan)
     if authors_format:
@@ -119,11 +121,15 @@ def _compare(
     return check_export(reader, folder, dtype)
 
 
-def _check_output(output: Path) -> None:
-    if output.is_file() or (
-        output.is_dir() and any(output.iterdir()) and not (output / CONFIG_FILE).exists()
-    ):
+def _check_output(output: Path, overwrite: bool) -> None:
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    if not (output / CONFIG_FILE).is_file():
         raise UserError(f"--output {output} exists and is no exported model; choose another folder")
+    if not overwrite:
+        raise UserError(
+            f"--output {output} holds a model already; choose another folder, or replace it with --overwrite"
+        )
 
 
 def _check_plan(reader: CheckpointReader, plan: list[Weight]) -> None:

@@ -87,6 +87,16 @@ def tasks_dir(tmp_path: Path) -> Path:
     return folder
 
 
+def test_code_of_the_model_is_run_only_when_asked(folders: Path, tasks_dir: Path) -> None:
+    unsafe = WRITING.replace("task: writing", "task: unsafe\nunsafe_code: true")
+    (tasks_dir / "unsafe.yaml").write_text(unsafe.replace("DATA", str(tasks_dir / "data.jsonl")))
+    arguments = (*local(tasks_dir), "--tasks", "unsafe", "--limit", "1")
+    with pytest.raises(UserError, match="--tasks unsafe: its score .* --run-generated-code allows that"):
+        evaluate(folders, *arguments, models=("dense",))
+    (found,) = evaluate(folders, *arguments, "--run-generated-code", models=("dense",))["models"]
+    assert "unsafe" in found["tasks"]
+
+
 @pytest.mark.parametrize("batch", ["1", "3"])
 def test_scores_are_what_the_model_says_and_usage_is_that_of_the_real_tokens(
     folders: Path,

@@ -80,7 +80,7 @@ def test_without_a_recorded_step_the_check_measures_and_without_a_check_nothing_
     assert "Not recorded: no training step and no check" in card and "%" not in card
     assert "None recorded: the checkpoint (step 0) holds weights alone" in card
     said: list[str] = []
-    card = card_of(step, tmp_path / "out", check=True, say=said.append)
+    card = card_of(step, tmp_path / "checked", check=True, say=said.append)
     assert "On random tokens, by the check that ends the export" in card
     shares = [float(line.split("|")[2].strip().rstrip("%")) for line in card.splitlines() if "%" in line]
     assert len(shares) == 3 and all(1 < share < 99 for share in shares)

@@ -164,15 +164,18 @@ def test_missing_and_unknown_weights_of_a_checkpoint_are_refused(tmp_path: Path)
     assert not (tmp_path / "out").exists()
 
 
-def test_only_an_earlier_export_is_replaced(tmp_path: Path) -> None:
+def test_only_a_model_is_replaced_and_only_when_asked(tmp_path: Path) -> None:
     out = round_trip(make_llama(), tmp_path)
     (out / "left_over.safetensors").write_text("")
-    export_checkpoint(tmp_path / "ours", out, check=False, say=silent)
+    with pytest.raises(UserError, match=r"--output .* holds a model already; .* replace it with --overwrite"):
+        export_checkpoint(tmp_path / "ours", out, check=False, say=silent)
+    assert (out / "left_over.safetensors").exists()
+    export_checkpoint(tmp_path / "ours", out, overwrite=True, check=False, say=silent)
     assert not (out / "left_over.safetensors").exists()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("")
     with pytest.raises(UserError, match="is no exported model"):
-        export_checkpoint(tmp_path / "ours", tmp_path / "mine", check=False, say=silent)
+        export_checkpoint(tmp_path / "ours", tmp_path / "mine", overwrite=True, check=False, say=silent)
     assert (tmp_path / "mine" / "thesis.tex").exists()
     assert not list(tmp_path.glob(".tmp*"))
 
