@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import select
 import socket
 import sys
 import time
@@ -22,7 +23,8 @@ def run_and_exit(main: Callable[[Sequence[str]], int | None], argv: Sequence[str
     """Runs ``main(argv)`` and leaves the process.
 
     Exits with what ``main`` returns (None is 0), with 2 and ``error: <sentence>`` after a UserError, with
-    130 after an interrupt. Everything else is a bug of ours and keeps its traceback.
+    130 after an interrupt, with 141 (a shell's status for SIGPIPE) when the reader of standard output has gone, as
+    ``head`` does. Everything else is a bug of ours and keeps its traceback.
     """
     hush_libraries()
     try:
@@ -36,6 +38,19 @@ def run_and_exit(main: Callable[[Sequence[str]], int | None], argv: Sequence[str
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
+        # Python flushes standard output once more at exit, and would complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+
+
+def _reader_is_gone() -> bool:
+    """Whether the pipe behind standard output is broken, and not another one of this process."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def hush_libraries() -> None:

@@ -127,6 +127,8 @@ def _prepare(
         raise UserError(
             f"--output {output} is the folder of a training run; choose another for the imported model"
         )
+    if output.is_file():
+        raise UserError(f"--output {output} is a file, not a folder; choose another folder")
     if output.resolve() == Path(source).resolve():
         raise UserError(
             f"--output {output} is the source itself; choose another folder for the imported model"

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_aha.checkpoint.index import INDEX_FILE, LATEST_FILE
 from megatron_aha.checkpoint.tensor_file import TYPE_NAMES
 from megatron_aha.config.aha import AHAConfig
 from megatron_aha.config.model import ModelConfig
@@ -161,6 +162,11 @@ def open_source(path: str | Path) -> Source:
     """Returns the model at a folder, or in a ``.gguf`` file. Raises UserError when it is neither."""
     path = Path(path)
     if path.is_dir():
+        if (path / LATEST_FILE).is_file() or (path / INDEX_FILE).is_file():
+            raise UserError(
+                f"--source {path} is a checkpoint already, which training starts from with "
+                "--checkpoint.init_from; tools/convert_to_hf.py exports it"
+            )
         return _open_folder(path)
     if path.is_file() and path.suffix == ".gguf":
         from megatron_aha.hf.gguf_source import GGUFSource

@@ -176,7 +176,7 @@ def small_package(folder: Path) -> Path:
     requests = {
         "gsm8k/gold_bpb_5shot": {"doc": {"question": "w1 w2", "answer": "w3 #### 18"}},
         "codex_mbpp/gold_bpb_3shot": {
-            "request": {"context": "w1 w2 w3\n", "continuation": "w9 w8"},
+            "request": {"context": "w1 w2 w3\n", "continuation": "w9 é"},
             "doc": {},
         },
     }
@@ -201,12 +201,12 @@ def test_the_suite_of_the_paper_runs_offline_on_task_files_of_the_package(
     assert list(found["tasks"]) == names
     assert 0 <= found["tasks"]["mmlu"]["metrics"]["acc"] <= 1
     assert all(0 < task["usage"] < 1 for task in found["tasks"].values())
-    prompt, gold = torch.tensor([[5, 6, 7]]), torch.tensor([13, 12])
+    prompt, gold = torch.tensor([[5, 6, 7]]), torch.tensor([13, 3])
     logits = make_aha()(torch.cat([prompt, gold[None, :1]], dim=1)).logits[0, 2:].double().log_softmax(-1)
     bits = (
         -float(logits.detach().gather(1, gold[:, None]).sum())
         / torch.log(torch.tensor(2.0)).item()
-        / len("w9 w8")
+        / len("w9 é".encode())
     )
     assert found["tasks"]["mbpp"]["metrics"]["gold_bits_per_byte"] == pytest.approx(bits, rel=1e-4)
 

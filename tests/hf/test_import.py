@@ -17,7 +17,7 @@ from megatron_aha.config.aha import AHAConfig
 from megatron_aha.config.model import ModelConfig, RopeScaling
 from megatron_aha.errors import UserError
 from megatron_aha.hf.configuration import read_config, write_config
-from megatron_aha.hf.importer import import_checkpoint
+from megatron_aha.hf.importer import describe_import, import_checkpoint
 from megatron_aha.hf.rope import read_rope, write_rope, write_rope_parameters
 
 LLAMA3 = {
@@ -272,6 +272,13 @@ def test_what_is_no_source_is_told(tmp_path: Path) -> None:
         load(tmp_path / "file.txt")
     with pytest.raises(UserError, match=r"config.json is missing"):
         load(tmp_path)
+    make_llama().save_pretrained(tmp_path / "hf")
+    step = load(tmp_path / "hf").folder
+    for checkpoint in (step, step.parent):
+        with pytest.raises(UserError, match="is a checkpoint already, which training starts from"):
+            load(checkpoint, "again")
+    with pytest.raises(UserError, match="--output .*file.txt is a file, not a folder"):
+        describe_import(tmp_path / "hf", tmp_path / "file.txt")
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

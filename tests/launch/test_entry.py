@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
@@ -45,8 +46,22 @@ def test_other_ranks_say_who_they_are(
 
 
 def test_a_bug_keeps_its_traceback() -> None:
-    with pytest.raises(ZeroDivisionError):
-        entry.run_and_exit(fail_with(ZeroDivisionError()), [])
+    for error in (ZeroDivisionError(), BrokenPipeError()):
+        with pytest.raises(type(error)):
+            entry.run_and_exit(fail_with(error), [])
+
+
+def test_a_reader_that_has_enough_ends_the_command_quietly() -> None:
+    lines = "from megatron_aha.entry import run_and_exit\n"
+    lines += (
+        "run_and_exit(lambda argv: [print(number, flush=True) for number in range(10**6)] and None, [])\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", lines], stdout=-1, stderr=-1) as command:
+        assert command.stdout is not None and command.stderr is not None
+        assert command.stdout.readline() == b"0\n"
+        command.stdout.close()
+        assert command.stderr.read() == b""
+    assert command.returncode == 141
 
 
 def test_deepspeed_not_installed_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
