@@ -140,12 +140,11 @@ def test_a_round_trip_leaves_the_perplexity_of_a_real_model_as_it_was(
     exported = export_checkpoint(checkpoint, tmp_path / "hf", check=False, say=lambda line: None)
     # younger than the models: they have never read this
     text = (Path(__file__).resolve().parents[2] / "docs" / "kernels.md").read_text(encoding="utf-8")
-    found = [
-        measure_text(load_model(path, dtype=torch.float32, device="cpu"), [text], 512, 1024)
-        for path in (gguf, exported)
-    ]
+    loaded = [load_model(path, dtype=torch.float32, device="cpu") for path in (gguf, exported)]
+    theirs, ours = (dict(each.model.named_parameters()) for each in loaded)
+    assert theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in theirs)
+    found = [measure_text(each, [text], 512, 1024) for each in loaded]
     assert [result.tokens for result in found] == [1022, 1022]
     assert found[0].fingerprint == found[1].fingerprint
     assert 2 < found[0].perplexity < 100
-    # four digits are asked for; the weights are the same to the bit
     assert f"{found[0].perplexity:.4f}" == f"{found[1].perplexity:.4f}"
