@@ -93,6 +93,8 @@ def check_import(reader: CheckpointReader, source: Source, dtype: torch.dtype | 
 def check_export(reader: CheckpointReader, folder: Path, dtype: torch.dtype | None) -> Outcome:
     """Compares an exported folder, loaded in a fresh process with an empty module cache and offline.
 
+    One of the two models is in memory at a time.
+
     Args:
         reader: the checkpoint.
         folder: what was made of it.
@@ -118,12 +120,13 @@ def check_export(reader: CheckpointReader, folder: Path, dtype: torch.dtype | No
             command,
             env=environment,
             cwd=scratch,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
         ) as process:
             ours, our_routes = trainer_logits(reader, tokens, dtype)
+            # closes its standard input, for which it waits: ours is freed by now
             _, errors = process.communicate()
         if process.returncode != 0:
             reason = errors.strip().splitlines()[-1:] or ["no message"]

@@ -110,7 +110,7 @@ def describe_import(
     peak = work.peak_bytes() / 1e9
     say(f"weights in memory at once: at most {peak:.2f} GB in each of {at_once} processes")
     say(
-        f"the comparison of logits at the end holds both models in fp32, {8 * work.parameters / 1e9:.2f} GB; "
+        f"the comparison of logits at the end holds one model at a time, in fp32, {4 * work.parameters / 1e9:.2f} GB; "
         "--skip-logits-check leaves it out"
     )
     folder = next(parent for parent in [output, *output.resolve().parents] if parent.exists())

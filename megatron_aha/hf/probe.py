@@ -1,7 +1,8 @@
 """Loads an exported folder as a stranger would and stores its logits.
 
 Run as a file in a process of its own (``python -P probe.py MODEL TOKENS OUT``): it must not know
-megatron_aha, because the folder has to work without it.
+megatron_aha, because the folder has to work without it. It loads the model when its standard input ends: who compares
+holds a model of the same size until then.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ def main(model_folder: str, tokens_file: str, output_file: str) -> None:
 
     The latter only for a model with routers.
     """
+    sys.stdin.read()
     model = AutoModelForCausalLM.from_pretrained(
         # not our kernels, which computed what this is compared with
         model_folder,
