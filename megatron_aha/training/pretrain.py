@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     build_groups(config.parallel, config.training.seed)
     model = build_stage(config.model, config.aha, config.parallel, config.training)
     resumed = is_resumed(source, config)
-    fill_weights(model, source, config.training.seed, resumed)
+    fill_weights(model, source, config, resumed)
     TrainingLoop(model, config, source, resumed).run()
     torch.distributed.destroy_process_group()
     return 0
@@ -122,13 +122,15 @@ def is_resumed(source: CheckpointReader | None, config: RunConfig) -> bool:
     return source is not None and directory is not None and source.folder.parent == Path(directory)
 
 
-def fill_weights(model: StageModel, source: CheckpointReader | None, seed: int, resumed: bool) -> None:
+def fill_weights(
+    model: StageModel, source: CheckpointReader | None, config: RunConfig, resumed: bool
+) -> None:
     """Loads or draws every weight of this rank and says on rank 0 which it did."""
     import torch
 
     from megatron_aha.checkpoint.weights import initialise_weights, load_weights
 
-    first = torch.distributed.get_rank() == 0
+    first, seed = torch.distributed.get_rank() == 0, config.training.seed
     if source is None:
         initialise_weights(model, seed)
         if first:
@@ -136,7 +138,9 @@ def fill_weights(model: StageModel, source: CheckpointReader | None, seed: int, 
         return
     drawn = load_weights(model, source, seed=seed, new_router=source.aha is None and not resumed)
     if first:
-        logger.info("%s %s", "resuming from" if resumed else "weights from", source.folder)
+        named = config.checkpoint.init_from
+        instead = f", not from --checkpoint.init_from {named}" if resumed and named is not None else ""
+        logger.info("%s %s%s", "resuming from" if resumed else "weights from", source.folder, instead)
         for name in drawn:
             logger.info("new router: %s", name)
 

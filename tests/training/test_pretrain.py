@@ -179,6 +179,10 @@ def test_dense_checkpoint_may_lack_routers_only_and_each_new_one_is_listed(
     for layer in range(2):
         for part in ("weight", "bias"):
             assert f"new router: decoder.layers.{layer}.self_attention.router.{part}" in said
+    more = [*other[:3], "2", "--checkpoint.init_from", str(dense)]
+    said = run_distributed(said_by_main, 1, [*options, *more])[0]
+    step = tmp_path / "aha" / "step_00000001"
+    assert f"resuming from {step}, not from --checkpoint.init_from {dense}" in said
 
     rewrite(dense, tmp_path / "holed", drop="layers.1.mlp.linear_fc2")
     other[1] = str(tmp_path / "other")
