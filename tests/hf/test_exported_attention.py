@@ -292,3 +292,17 @@ def test_attention_implementations_that_would_ignore_the_routes_are_refused() ->
     for attention in ("flash_attention_2", "flex_attention"):
         with pytest.raises((ValueError, ImportError)):
             make_aha(attention)
+        model = make_aha("sdpa")
+        with pytest.raises((ValueError, ImportError)):
+            model.set_attn_implementation(attention)
+
+
+def test_the_attention_implementation_of_a_loaded_model_can_be_changed() -> None:
+    model, tokens = make_aha("sdpa"), random_tokens(2, 20)
+    expected = model(tokens).logits
+    for attention in ("eager", "aha_kernels", "sdpa"):
+        model.set_attn_implementation(attention)
+        assert {model.config._attn_implementation, model.model.config._attn_implementation} == {attention}
+        output = model(tokens, output_attentions=attention == "eager")
+        assert (output.logits - expected).abs().max() <= TOLERANCE * expected.abs().max()
+        assert (output.attentions is not None) == (attention == "eager")

@@ -343,6 +343,11 @@ class AHAPreTrained(_Mixin):
     _supports_flex_attn = False
     _can_record_outputs: dict[str, Any] = {}
 
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        # transformers guesses it from the text of this file; each layer looks its implementation up when it is called
+        return True
+
 
 class AHADecoder(_Mixin):
     """The decoder without its head; comes before transformers' own among a class's bases."""
